@@ -24,6 +24,7 @@ import importlib.util
 import json
 import logging
 import re
+import stat
 import threading
 import time
 from pathlib import Path
@@ -74,7 +75,9 @@ class Options(AuthOptions, frozen=True, kw_only=True, forbid_unknown_fields=True
             return ["`jwks_file`: PyJWT is missing; pip install 'streambridge[jwt]'"]
         try:
             _keys(self.jwks_file, self.algorithms)
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            return [f"`jwks_file`: {self.jwks_file}: {error.strerror}"]
+        except ValueError as error:
             return [f"`jwks_file`: {error}"]
         return []
 
@@ -171,13 +174,30 @@ def _library() -> Any:
 
 
 def _keys(path: Path, algorithms: list[str]) -> list[Any]:
-    """The keys in a file that sign with one of these algorithms; raises OSError or ValueError."""
+    """The keys in a file that sign with one of these algorithms; raises OSError or ValueError.
+
+    Whoever can write the file can log in as anybody, and a private key in it does not belong on a gateway.
+    """
     jwt = _library()
+    if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ValueError(f"users other than its owner can write to {path}; chmod go-w {path}")
     try:
-        raw = json.loads(path.read_bytes())["keys"]
-        keys = [jwt.PyJWK(one) for one in raw if one.get("use", "sig") == "sig"]
+        found = json.loads(path.read_bytes())
+        raw = found["keys"]
+        private = [one.get("kid") for one in raw if one.get("kty") != "oct" and "d" in one]
+        keys = [jwt.PyJWK(one) for one in raw if one.get("use", "sig") == "sig" and "d" not in one]
     except (jwt.PyJWTError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no set of keys (JWKS): {error!r:.200}") from None
+        raise ValueError(
+            f'{path} is not a set of keys (JWKS, `{{"keys": [...]}}`): {error!r:.200}; get it from the issuer'
+        ) from None
+    if private:
+        raise ValueError(
+            f"{path} has a private key ({private[0]!r:.100}): whoever reads the file can make tokens; "
+            "replace that key at the issuer, and put only public keys here"
+        )
+    names = [key.key_id for key in keys]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{path} has two keys with the id {twice!r:.100}; remove one")
     fit = [key for key in keys if key.algorithm_name in algorithms]
     if not fit:
         raise ValueError(f"{path} has no key for {', '.join(algorithms)}")

@@ -155,11 +155,11 @@ def mistakes(accounts: Sequence[Account], roles: Sequence[Role]) -> Iterator[Mis
                 yield Mistake("user", number, "roles", what)
         for one in account.client_ids:
             if (other := ids.setdefault(one, account.name)) != account.name:
-                yield Mistake("user", number, "client_ids", f"{one!r} is {other!r}'s already")
+                yield Mistake("user", number, "client_ids", f"{one!r} already belongs to user {other!r}")
         for one in account.certificates:
             entry = _entry(one) or one
             if (other := certificates.setdefault(entry, account.name)) != account.name:
-                yield Mistake("user", number, "certificates", f"{one!r} is {other!r}'s already")
+                yield Mistake("user", number, "certificates", f"{one!r} already belongs to user {other!r}")
 
 
 def _entry(text: str) -> str | None:

@@ -32,7 +32,7 @@ from msgspec import Meta, Struct
 
 from bridge.audit import Origin
 from bridge.errors import Unauthorized
-from bridge.topics import covers, filter_mistake, matches, overlap
+from bridge.topics import SHARE, covers, filter_mistake, matches, overlap
 
 StreamRight = Literal["publish", "read", "manage"]
 Page = Literal["none", "look", "operate"]
@@ -47,6 +47,8 @@ def _wrong_filters(rights: Struct) -> Iterator[str]:
         for name in getattr(rights, right) or ():
             if (mistake := filter_mistake(name)) is not None:
                 yield f"`{right}`: {mistake}"
+            elif name.startswith(SHARE):
+                yield f"`{right}`: {name!r}: rules name topics; leave out {SHARE}<group>/"
 
 
 class Deny(Struct, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ import msgspec
 from msgspec import Struct
 
 from bridge.access.accounts import mistakes
-from bridge.access.rules import Rights
+from bridge.access.rules import Deny, Rights
 from bridge.audit.settings import AuditSettings
 from bridge.auth.settings import AuthSettings
 from bridge.config import tomlfile
@@ -283,6 +283,8 @@ def _access(reader: Reader, mqtt: MqttConfig) -> None:
         tables.append(((*keys, "acl"), given.acl or ()))
     for keys, rights in tables:
         for number, one in enumerate(rights):
+            if one.deny == Deny() and reader.document.states((*keys, number, "deny")):
+                reader.problem((*keys, number, "deny"), "it denies nothing; list topic filters, or remove it")
             listed = (("operations",), one.operations or ()), (("deny", "operations"), one.deny.operations)
             for place, operations in listed:
                 for name in operations:

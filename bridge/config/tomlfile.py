@@ -49,6 +49,16 @@ class Document:
         self.data: dict[str, Any] = {}
         self._positions: dict[Keys, Position] = {(): Position(path, 1)}
 
+    def states(self, keys: Keys) -> bool:
+        """Return whether there is a value at these keys."""
+        value: Any = self.data
+        try:
+            for key in keys:
+                value = value[key]
+        except (KeyError, IndexError, TypeError):
+            return False
+        return True
+
     def position(self, keys: Keys) -> Position:
         """The position of the value at `keys`, or of the innermost table around it."""
         while keys not in self._positions:

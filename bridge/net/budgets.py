@@ -47,6 +47,13 @@ class Budget(Struct, frozen=True, kw_only=True):
     subscriptions: Count | None = None
     disconnect_after: Annotated[Millis, Meta(ge=0)] = 30_000
 
+    def __post_init__(self) -> None:
+        limits = (self.connections, self.messages_per_second, self.bytes_per_second, self.subscriptions)
+        if limits == (None,) * len(limits):
+            raise ValueError(
+                "it limits nothing; set connections, messages_per_second, bytes_per_second or subscriptions"
+            )
+
     def key_of(self, user: str | None, address: str) -> str | None:
         """Who shares a meter; None for who has none."""
         if self.per == "user":

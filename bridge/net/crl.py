@@ -13,7 +13,7 @@ list expires. It reads DER (X.690) by itself, since that takes less than a libra
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -45,6 +45,10 @@ class Crls(NamedTuple):
     def expires(self) -> datetime | None:
         """When the first one expires; None if none does."""
         return min((one.expires for one in self.lists if one.expires is not None), default=None)
+
+    def without_list(self, authorities: Iterable[bytes]) -> list[bytes]:
+        """The certificates of CAs, in DER, that have no list here."""
+        return [one for one in authorities if all(subject(one) != known.issuer for known in self.lists)]
 
     def revoke(self, certificate: bytes) -> bool:
         """Whether a certificate, in DER, is in one of the lists."""
@@ -85,6 +89,16 @@ def certified(certificate: bytes) -> Certified:
     _next(fields)  # the algorithm of the signature
     _, begin, end = _next(fields)
     return certificate[begin:end], serial
+
+
+def subject(certificate: bytes) -> bytes:
+    """The name whose certificate this is, in DER; raises ValueError or IndexError."""
+    fields = _fields(certificate, *_next(_fields_of(certificate)))
+    tag, begin, end = _next(fields)
+    before = 5 if tag == _VERSION else 4  # [version], serial, algorithm, issuer, validity, subject
+    for _ in range(before):
+        _, begin, end = _next(fields)
+    return certificate[begin:end]
 
 
 def _crl(der: bytes) -> Crl:

@@ -25,6 +25,8 @@ CHECKS = (
     network.unused,
     network.exposure,
     network.unencrypted,
+    network.proxies,
+    network.certificates_of_users,
     network.destinations,
     network.client_ids,
     files.directories,

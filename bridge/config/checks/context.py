@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import fields
@@ -55,16 +55,7 @@ class CheckContext:
         """Return whether the value of a key is the one that its author wants."""
         if any(keys[:depth] in self._broken for depth in range(1, len(keys) + 1)):
             return False
-        return not self.document.problems or self._stated(keys)
-
-    def _stated(self, keys: Keys) -> bool:
-        value: Any = self.document.data
-        try:
-            for key in keys:
-                value = value[key]
-        except (KeyError, IndexError, TypeError):
-            return False
-        return True
+        return not self.document.problems or self.document.states(keys)
 
     def error(self, keys: Keys, what: str) -> Finding:
         """A finding that keeps the service, or a part of it, from working."""

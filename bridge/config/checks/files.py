@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -146,7 +147,7 @@ def auth_plugins(context: CheckContext) -> Iterator[Finding]:
         for mistake in options.mistakes():
             found = re.match("`([a-z_]+)`", mistake)
             keys: Place = ("auth", "plugins", name, *([found[1]] if found else []))
-            yield context.error(keys, mistake)
+            yield context.error(keys, mistake[len(found[0]) + 2 :] if found else mistake)
 
 
 def closed_streams(context: CheckContext) -> Iterator[Finding]:
@@ -193,12 +194,12 @@ def _wrong_logins(context: CheckContext) -> Iterator[tuple[Place, str]]:
             if users is not None:
                 read_users(users)
         except ConfigError as error:
-            yield keys, str(error)
+            yield keys, str(error).removeprefix("mqtt.users_file ")
     try:
         if signing is not None:
             read_access_keys("firehose.access_keys_file", signing)
     except ConfigError as error:
-        yield ("firehose", "access_keys_file"), str(error)
+        yield ("firehose", "access_keys_file"), str(error).removeprefix("firehose.access_keys_file ")
     try:
         if context.config.encryption.key_file is not None and context.knows("gateway", "data_dir"):
             Keys(context.config.gateway.data_dir, context.config.encryption.key_file).check()
@@ -208,7 +209,7 @@ def _wrong_logins(context: CheckContext) -> Iterator[tuple[Place, str]]:
         if (tokens := context.config.greengrass.tokens_file) is not None:
             read_tokens("greengrass.tokens_file", tokens)
     except ConfigError as error:
-        yield ("greengrass", "tokens_file"), str(error)
+        yield ("greengrass", "tokens_file"), str(error).removeprefix("greengrass.tokens_file ")
 
 
 def rules(context: CheckContext) -> Iterator[Finding]:
@@ -216,6 +217,8 @@ def rules(context: CheckContext) -> Iterator[Finding]:
     mqtt = context.config.mqtt
     if not all(context.knows("mqtt", key) for key in ("users_file", "acl", "user", "tls", "allow_anonymous")):
         return
+    if context.config.auth.plugins or not context.knows("auth"):
+        return  # they may know any name
     if any(one.tls is not None and one.tls.client_ca is not None for one in mqtt.listeners()):
         return  # a certificate may have any name
     try:
@@ -280,7 +283,8 @@ def certificates(context: CheckContext) -> Iterator[Finding]:
     for place, tls in pairs:
         crl_file = getattr(tls, "crl_file", None)
         if crl_file is not None:
-            yield from _revocation_lists(context, (*place, "tls", "crl_file"), crl_file, now)
+            client_ca = getattr(tls, "client_ca", None)
+            yield from _revocation_lists(context, (*place, "tls", "crl_file"), crl_file, client_ca, now)
         if tls is None or unreadable(tls.cert) or unreadable(tls.key):
             continue
         try:
@@ -290,12 +294,24 @@ def certificates(context: CheckContext) -> Iterator[Finding]:
             yield context.error((*place, "tls", "key"), f"{tls.key} does not match {tls.cert}: {reason}")
 
 
-def _revocation_lists(context: CheckContext, keys: Place, path: Path, now: datetime) -> Iterator[Finding]:
+def _revocation_lists(
+    context: CheckContext, keys: Place, path: Path, client_ca: Path | None, now: datetime
+) -> Iterator[Finding]:
     try:
-        expires = read_crls("crl_file", path).expires
+        crls = read_crls("crl_file", path)
     except ConfigError as error:
         yield context.error(keys, str(error).removeprefix("crl_file "))
         return
+    expires = crls.expires
+    authorities = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with contextlib.suppress(OSError):  # reported at client_ca
+        authorities.load_verify_locations(client_ca)
+    if missing := len(crls.without_list(authorities.get_ca_certs(binary_form=True))):
+        yield context.error(
+            keys,
+            f"{path} has no list of {missing} of the CAs in {client_ca}, so their certificates are refused; "
+            "add the lists, or remove the CAs",
+        )
     if expires is not None and expires <= now:
         what = f"{path} expired on {expires:%Y-%m-%d %H:%M} UTC, so every client certificate is refused"
         yield context.error(keys, f"{what}; get a new list from the CA")

@@ -6,8 +6,10 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Iterator, Sequence
+from ipaddress import ip_network
 from urllib.parse import urlsplit
 
+from bridge.access.accounts import Account
 from bridge.access.rules import FILTERS, Rights
 from bridge.config.checks.context import CheckContext, Finding
 from bridge.config.tomlfile import Keys
@@ -77,6 +79,35 @@ def exposure(context: CheckContext) -> Iterator[Finding]:
                 f"every machine that reaches {listen} has access to {what} without a password; listen on "
                 f"127.0.0.1{other}",
             )
+
+
+def proxies(context: CheckContext) -> Iterator[Finding]:
+    """Report listeners where everybody counts as a proxy, and may claim any address."""
+    for number, one in enumerate(context.config.mqtt.listener):
+        for network in one.proxy_protocol:
+            if ip_network(network).prefixlen == 0:
+                yield context.error(
+                    ("mqtt", "listener", number, "proxy_protocol"),
+                    f"{network!r} lets every machine claim any address; list the addresses of your proxies",
+                )
+
+
+def certificates_of_users(context: CheckContext) -> Iterator[Finding]:
+    """Report certificates of users that no listener asks for: these users cannot log in at all."""
+    mqtt = context.config.mqtt
+    asks = any(one.tls is not None and one.tls.client_ca is not None for one in mqtt.listeners())
+    if asks or not context.knows("mqtt", "tls"):
+        return
+    tables: list[tuple[Keys, Sequence[Account]]] = [(("mqtt",), mqtt.user)]
+    tables += [(("mqtt", "listener", n), one.user or ()) for n, one in enumerate(mqtt.listener)]
+    for table, accounts in tables:
+        for number, account in enumerate(accounts):
+            if account.certificates:
+                yield context.error(
+                    (*table, "user", number, "certificates"),
+                    f"{account.name!r} can log in only with these, but no listener asks for certificates; "
+                    "set client_ca in its tls, or remove this",
+                )
 
 
 def unencrypted(context: CheckContext) -> Iterator[Finding]:

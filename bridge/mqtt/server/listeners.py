@@ -199,7 +199,14 @@ def _plan(config: MqttConfig) -> Plan:
         context = None if tls is None else tls_context(f"{settings.option}.tls", tls)
         crls = Crls()
         if tls is not None and tls.crl_file is not None:
-            crls = read_crls(f"{settings.option}.tls.crl_file", tls.crl_file)
+            option = f"{settings.option}.tls.crl_file"
+            crls = read_crls(option, tls.crl_file)
+            known = [] if context is None else context.get_ca_certs(binary_form=True)
+            if known and len(crls.without_list(known)) == len(known):
+                raise ConfigError(
+                    f"{option} {tls.crl_file}: no list in it is from a CA in {tls.client_ca}; get the lists "
+                    "of those CAs"
+                )
         plan.listeners[settings.name] = (settings, read(settings, authorities(context)), context, crls)
     return plan
 

@@ -1,0 +1,89 @@
+"""Mistakes in users, rules, proxies, lists and keys: each is one error, with its line and what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from benchmarks.testbed.certificates import Authority
+from bridge.config.checks import examine
+
+jwt = pytest.importorskip("jwt")
+LISTENER = '[[mqtt.listener]]\nname = "a"\nlisten = ["tcp://127.0.0.1:0"]\n'
+MISTAKES: dict[str, tuple[str, int, str]] = {
+    "a deny that denies nothing": ("[[mqtt.acl]]\ndeny = {}\n", 2, "it denies nothing"),
+    "a deny of no filters": ("[[mqtt.acl]]\n[mqtt.acl.deny]\nread = []\n", 2, "it denies nothing"),
+    "a group in a rule": ('[[mqtt.acl]]\nsubscribe = ["$share/g/a"]\n', 2, "leave out $share/<group>/"),
+    "a group in a deny": ('[[mqtt.acl]]\ndeny.subscribe = ["$share/g/#"]\n', 2, "leave out $share/<group>/"),
+    "certificates that nobody asks for": (
+        '[[mqtt.user]]\nname = "ann"\ncertificates = ["cn:ann"]\n', 3, "no listener asks for certificates",
+    ),
+    "a certificate of two users": (
+        '[[mqtt.user]]\nname = "ann"\ncertificates = ["cn:x"]\n'
+        '[[mqtt.user]]\nname = "bob"\ncertificates = ["cn:x"]\n', 6, "already belongs to user 'ann'",
+    ),
+    "everybody is a proxy": (f'{LISTENER}proxy_protocol = ["::/0"]\n', 4, "claim any address"),
+    "a budget without a limit": ('[[mqtt.budget]]\nname = "b"\nper = "user"\n', 1, "it limits nothing"),
+}  # fmt: skip
+
+
+def found(root: Path, text: str) -> list[str]:
+    """What is wrong with a configuration, without what does not matter here."""
+    path = root / "c.toml"
+    path.write_text(f'{text}[gateway]\ndata_dir = "d"\n[greengrass]\nlisten = ""\n[http]\nlisten = ""\n')
+    findings = [one.what for one in examine(path)[1] if one.level == "error"]
+    return [what for what in findings if "cannot listen" not in what]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_users_rules_or_budgets_is_reported_with_its_line(tmp_path: Path, name: str) -> None:
+    text, line, wanted = MISTAKES[name]
+    reported = found(tmp_path, text)
+    assert any(f"c.toml:{line}: " in one and wanted in one for one in reported), reported
+    assert all(one.count("\n") == 0 for one in reported)
+
+
+def test_a_revocation_list_of_another_ca_is_reported(tmp_path: Path) -> None:
+    ours, other = Authority(tmp_path / "ours", "ours"), Authority(tmp_path / "other", "other")
+    pair = ours.issue("server")
+
+    def tls(crl: Path) -> list[str]:
+        return found(
+            tmp_path,
+            '[mqtt]\nlisten = ["tls://127.0.0.1:0"]\n'
+            f'[mqtt.tls]\ncert = "{pair.cert}"\nkey = "{pair.key}"\nclient_ca = "{ours.cert}"\n'
+            f'crl_file = "{crl}"\n',
+        )
+
+    assert tls(ours.revoke()) == []
+    (what,) = tls(other.revoke())
+    assert "c.toml:7: mqtt.tls.crl_file" in what
+    assert "no list of 1 of the CAs" in what
+
+
+def test_a_file_of_keys_with_a_private_key_two_of_a_name_or_open_to_others_is_refused(tmp_path: Path) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    private = {**json.loads(jwt.algorithms.ECAlgorithm.to_jwk(key)), "kid": "a"}
+    public = {name: value for name, value in private.items() if name != "d"}
+    path = tmp_path / "keys.json"
+
+    def check(content: Any, mode: int = 0o644) -> list[str]:
+        path.write_text(json.dumps(content))
+        path.chmod(mode)
+        return found(tmp_path, '[auth.plugins.jwt]\njwks_file = "keys.json"\nissuer = "i"\naudience = "a"\n')
+
+    assert check({"keys": [public]}) == []
+    for content, mode, wanted in (
+        ({"keys": [private]}, 0o644, "private key"),
+        ({"keys": [public, public]}, 0o644, "two keys with the id 'a'"),
+        ({"keys": [public]}, 0o666, "chmod go-w"),
+        (public, 0o644, "is not a set of keys"),
+    ):
+        (what,) = check(content, mode)
+        assert "c.toml:2: auth.plugins.jwt.jwks_file: " in what
+        assert wanted in what
+        assert private["d"] not in what
