@@ -82,6 +82,12 @@ class Document:
             del self._positions[known]
 
 
+def files_at(path: Path) -> list[Path]:
+    """The file at `path`, the directory of its fragments, and the fragments, as far as they are there."""
+    fragments = path.parent / "conf.d"
+    return [path, fragments, *sorted(fragments.glob("*.toml"))]
+
+
 def read(path: Path) -> Document:
     """Read the file at `path` and the fragments in `conf.d` beside it."""
     document = Document(path)

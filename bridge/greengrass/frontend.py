@@ -153,6 +153,11 @@ class GreengrassFrontEnd:
         found.origin = Origin("greengrass", host)
         return found
 
+    def check(self) -> None:
+        """Raise ConfigError if the tokens cannot be read: then nothing is to be reloaded."""
+        if self._config.tokens_file is not None:
+            read_tokens("greengrass.tokens_file", self._config.tokens_file)
+
     def reload(self) -> None:
         """The rules or the tokens have changed."""
         users = self._users() if self.connections else {}

@@ -360,6 +360,24 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
         if mistakes:
             raise ValueError("\n".join(mistakes))
 
+    def with_rules_of(self, other: MqttConfig) -> MqttConfig:
+        """These settings with the rules, roles and users of others; listeners are the same by their names."""
+        named = {one.name: one for one in other.listener}
+        listener = [
+            msgspec.structs.replace(one, acl=named[one.name].acl, user=named[one.name].user)
+            if one.name in named
+            else one
+            for one in self.listener
+        ]
+        return msgspec.structs.replace(
+            self,
+            acl=other.acl,
+            role=other.role,
+            user=other.user,
+            client_ids=other.client_ids,
+            listener=listener,
+        )
+
     def listeners(self) -> list[ListenerSettings]:
         """All listeners, complete: that of [mqtt] first, and the others by their order."""
         return [self._listener(None), *map(self._listener, self.listener)]

@@ -36,6 +36,7 @@ from bridge import audit, logs, process
 from bridge.access.logins import Access
 from bridge.auth.supervisor import Auth
 from bridge.config import settings as configuration
+from bridge.config import tomlfile
 from bridge.config.checks import blockers
 from bridge.config.settings import Config
 from bridge.control.server import ControlFrontEnd
@@ -368,12 +369,27 @@ class Service:
     def _watched(self) -> Iterator[Path]:
         yield from configuration.files_of(self._applied.mqtt)
         yield from configuration.files_of(self._applied.firehose)
+        yield from configuration.files_of(self._applied.greengrass)
+        if self._config.path is not None:
+            yield from tomlfile.files_at(Path(self._config.path))
 
     def _files_changed(self, paths: list[Path]) -> None:
-        """Files that the configuration names have changed: apply them, but no other configuration."""
-        names = ", ".join(map(str, paths))
+        """Files have changed: apply them. Of the configuration, only the rules, roles and users apply now."""
+        config, names = self._applied, ", ".join(map(str, paths))
+        own = () if config.path is None else tuple(tomlfile.files_at(Path(config.path)))
+        if any(path in own for path in paths):
+            try:
+                fresh = configuration.load(Path(str(config.path)), lambda: self._manager.registry.exporters)
+            except (ConfigError, OSError) as error:
+                log.error("changed, but not applied: %s", error, extra=logs.ANSWER)
+                audit.record("reload", "failed", why=str(error))
+                return
+            config = msgspec.structs.replace(config, mqtt=config.mqtt.with_rules_of(fresh.mqtt))
+            if config == self._applied and all(path in own for path in paths):
+                log.info("changed: %s; it waits for a reload", names, extra=logs.ANSWER)
+                return
         log.info("changed and read again: %s", names, extra=logs.ANSWER)
-        self._report_reload(self._read_files(self._applied), f"changed: {names}")
+        self._report_reload(self._read_files(config), f"changed: {names}")
 
     def _read_files(self, config: Config) -> list[str]:
         """Apply users, rules, keys, certificates and revocation lists; returns what could not be applied."""
@@ -381,6 +397,7 @@ class Service:
         try:
             if mistakes := config.auth.mistakes():
                 raise ConfigError("; ".join(mistakes))
+            self._greengrass.check()
             self._auth.reload(config.auth)
             self._front_end.reload(config.mqtt, config.upstream)
             self._greengrass.reload()

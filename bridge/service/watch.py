@@ -1,7 +1,8 @@
-"""Notices changed files without a signal: users, access keys, certificates, revocation lists.
+"""Notices changed files without a signal: users, access keys, tokens, certificates, revocation lists, rules.
 
-The files are those that the configuration names, but not the configuration itself: an editor may save it half
-way, and what it declares is applied when somebody wants it (SIGHUP).
+The files are those that the configuration names, and the configuration itself. Of that only the rules, roles
+and users apply: taking away a right must not wait. Streams, listeners and all else apply when somebody wants
+it (SIGHUP).
 
 Every `interval` a thread looks at the modification time, the size and the inode of each file. A change counts
 once two looks in a row agree: a file that is being written is left alone. It is then read as with SIGHUP, all

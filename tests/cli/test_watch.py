@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import ssl
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ import pytest
 
 from benchmarks.testbed.certificates import Authority
 from bridge.access.users import hash_password
+from bridge.mqtt.wire.packets import V5
 from tests.http.conftest import Service, eventually
-from tests.mqtt.harness import connect
+from tests.mqtt.harness import connect, publish
 
 ANN, BOB = ("ann:" + hash_password(b"a") + "\n", "bob:" + hash_password(b"b") + "\n")
 
@@ -82,3 +84,36 @@ def test_changed_users_and_lists_hold_without_a_signal_and_broken_ones_change_no
         fresh.write_text(authority.revoke(device, name="more").read_text())
         fresh.replace(tmp_path / "lists.pem")
         assert secured.recv(4) == b"", "its connection ends"
+
+
+def publishes(service: Service, topic: str) -> bool:
+    """Whether ann may publish on a topic."""
+    found = service.logged(r"mqtt://127.0.0.1:(\d+)")
+    assert found is not None
+    with socket.create_connection(("127.0.0.1", int(found[1])), timeout=30) as sock:
+        sock.sendall(connect("c", user="ann", password=b"a", level=V5))
+        sock.recv(100)
+        sock.sendall(publish(topic, b"", 1, 1, level=V5))
+        return sock.recv(100)[4:5] in (b"", b"\0", b"\x10")
+
+
+def test_changed_rules_hold_without_a_signal_and_all_else_waits_for_it(
+    service: Service, tmp_path: Path
+) -> None:
+    config = tmp_path / "bridge.toml"
+    before = config.read_text()
+    assert publishes(service, "open/a")
+    config.write_text(before + '[[mqtt.acl]]\npublish = ["open/#"]\n[streams.fresh]\n')
+    eventually(lambda: not publishes(service, "secret/a"))
+    assert publishes(service, "open/a")
+    assert not (tmp_path / "disk" / "streams" / "fresh").exists()
+    config.write_text(before + '[[mqtt.acl]]\npublish = ["#"]\nsubscribe = ["a/#/b"]\n')
+    eventually(lambda: service.logged("changed, but not applied: .*is not a topic filter"))
+    assert not publishes(service, "secret/a")
+    (tmp_path / "conf.d").mkdir()
+    config.write_text(before)
+    (tmp_path / "conf.d" / "rules.toml").write_text('[[mqtt.acl]]\npublish = ["secret/#"]\n')
+    eventually(lambda: publishes(service, "secret/a"))
+    assert not publishes(service, "open/a")
+    service.process.send_signal(signal.SIGHUP)
+    eventually(lambda: service.logged("msg=reloaded"))
