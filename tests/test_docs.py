@@ -343,3 +343,14 @@ def test_the_tutorial_leads_to_the_table(tmp_path: Path) -> None:
     (rows,) = found["text"]
     assert f"\n{rows}" in done.stdout
     assert done.returncode == 0
+
+
+def test_every_test_that_the_threat_model_names_exists() -> None:
+    text = (DOCS / "threat-model.md").read_text()
+    places = [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "bridge" / "plugin").glob("*testing.py")]
+    there = {name for path in places for name in re.findall(r"def (test_\w+)", path.read_text())}
+    named = set(re.findall(r"`(test_\w+)`", text))
+    assert len(named) > 100
+    assert named <= there, sorted(named - there)
+    for path in re.findall(r"`(tests/[\w/.]+)`", text):
+        assert (ROOT / path).exists(), path

@@ -220,6 +220,10 @@ class Identity:
             return False
         return self.read is None or any(covers(f, topic_filter) for f in self.read)
 
+    def is_denied(self, right: str, topic_filter: str) -> bool:
+        """Whether `deny` of a rule, and not the lack of one, is why it has not the whole right there."""
+        return any(overlap(f, topic_filter) for f in self._denied.get(right, ()))
+
     def denied_to_read(self, topic_filters: Iterable[str]) -> str | None:
         """A filter that it is denied to read, and that has topics in common with one of these."""
         wanted = list(topic_filters)

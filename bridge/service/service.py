@@ -147,6 +147,7 @@ class Service:
         self._healing: set[str] = set()
         self._refused: dict[str, int] = {}
         self._signalled = False
+        self._mistakes: list[str] = []  # of the reload that is under way, for the audit log
         self._steps = 0  # of the wall clock, that are in the audit log
 
     async def run(self) -> None:
@@ -360,6 +361,7 @@ class Service:
             audit.reload(config.audit)
         except ConfigError as error:
             log.error("reload of [audit] failed, the old audit log goes on: %s", error, extra=logs.ANSWER)
+            self._mistakes.append(str(error))
             failed.append("audit")
         failed += self._read_files(config)
         logs.set_level(config.log.level)
@@ -406,6 +408,7 @@ class Service:
             kept = "the old listeners, users, rules, certificates, upstreams and plugins stay"
             log.error("reload of [mqtt] failed, %s: %s", kept, error, extra=logs.ANSWER)
             self._auth.reload(self._applied.auth)
+            self._mistakes.append(str(error))
             failed.append("listeners, users, rules and certificates of [mqtt]")
             if config.upstream:
                 failed.append("upstream")
@@ -414,6 +417,7 @@ class Service:
         except ConfigError as error:
             text = "reload of [firehose] failed, the old keys and certificate stay: %s"
             log.error(text, error, extra=logs.ANSWER)
+            self._mistakes.append(str(error))
             failed.append("keys and certificate of [firehose]")
         return failed
 
@@ -421,7 +425,9 @@ class Service:
         if failed:
             names = ", ".join(failed)
             log.warning("reloaded, except: %s; see the lines above", names, extra=logs.ANSWER)
-            audit.record("reload", "failed", why=f"reloaded, except: {names}")
+            mistakes = "".join(f"; {one}" for one in self._mistakes)
+            audit.record("reload", "failed", why=f"reloaded, except: {names}{mistakes}")
+            self._mistakes.clear()
         else:
             log.info("reloaded", extra=logs.ANSWER)
             audit.record("reload", why=why)

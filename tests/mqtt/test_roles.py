@@ -142,6 +142,8 @@ def test_a_placeholder_that_cannot_be_filled_denies_all_that_it_could_stand_for(
     assert safe.may_read("d/keys")
     assert not safe.may_read("c/keys")
     assert not safe.may_read_all("+/keys")
+    assert safe.is_denied("publish", "own/dora/x/y")
+    assert not safe.is_denied("publish", "own/carl/x/y")
     assert safe.may_read_all("c/other")
 
 

@@ -84,7 +84,8 @@ SETTLE_TIMEOUT = 5.0  # seconds for the commit of what a client's last connectio
 LONGEST_DELAY = 0xFFFF_FFF  # seconds of a timer
 REVOKED = "it could not log in any more with the name, password or certificate that it has shown"
 
-NO_RULE = "no rule allows it; see [[mqtt.acl]]"
+NO_RULE = "no rule or role allows it; see [[mqtt.acl]]"
+DENIED = "`deny` of a rule or role forbids it"
 
 
 class Refused(NamedTuple):
@@ -344,7 +345,7 @@ class Broker:
         will = session.will
         if will is not None and not session.identity.may_publish(will.topic):
             self.counts["dropped_wills"] += 1  # its rules have changed since
-            _refused(session, "will", will.topic)
+            _refused(session, "will", will.topic, _why(session, "publish", will.topic))
         elif will is not None:
             head = will.qos << 1 | will.retain
             packet = Publish(head, will.topic.encode(), b"", will.payload, will.properties)
@@ -360,13 +361,13 @@ class Broker:
         """
         route = self.router.route(topic)
         if not route.denied and not route.ignored and not session.identity.may_publish(route.name):
-            route = self.denied(session, route)
+            route = self.denied(session, route, _why(session, "publish", route.name))
         if route.append is not None and session.line is not None and session.line.receipts:
             route = copy(route)
             route.append = None  # its acknowledgements say more than the server's
         return route
 
-    def denied(self, session: Session, route: Route, why: str = NO_RULE) -> Route:
+    def denied(self, session: Session, route: Route, why: str) -> Route:
         """The route in place of one that this client may not use."""
         _refused(session, "publish", route.name, why)
         route = Route(route.name, ())
@@ -483,7 +484,7 @@ class Broker:
         known = session.subscriptions
         if not session.identity.may_subscribe(topics):
             code, why = NOT_AUTHORIZED, "it may not subscribe there; see [[mqtt.acl]]"
-            _refused(session, "subscribe", request.filter)
+            _refused(session, "subscribe", request.filter, _why(session, "subscribe", topics))
         elif topics in denied:
             code, why = NOT_AUTHORIZED, "a plugin refuses it"
             _refused(session, "subscribe", request.filter, why)
@@ -497,7 +498,12 @@ class Broker:
         return code
 
 
-def _refused(session: Session, what: str, topic: str, why: str = NO_RULE) -> None:
+def _why(session: Session, right: str, topic_filter: str) -> str:
+    """Why a client has no right on a topic."""
+    return DENIED if session.identity.is_denied(right, topic_filter) else NO_RULE
+
+
+def _refused(session: Session, what: str, topic: str, why: str) -> None:
     """The rules, or plugins, refuse something to a client."""
     identity = session.identity
     audit.record(
