@@ -95,7 +95,7 @@ def test_who_comes_in_without_a_name_leaves_no_will_when_that_is_forbidden(tmp_p
 EVERYTHING = AccessRule(publish=["#"], subscribe=["#"], manage=["#"])
 
 
-async def status(client: Client, client_id: str, operation: str, **fields: Any) -> str:
+async def status(client: Client, client_id: str, operation: str, /, **fields: Any) -> str:
     client.send(publish(f"streambridge/{client_id}/{operation}", json.dumps(fields).encode()))
     return str(json.loads((await client.message()).payload)["statusName"])
 
@@ -113,3 +113,63 @@ async def test_a_stream_does_not_lead_around_what_is_denied_to_read(bridge: Brid
     definition = {"name": "all", "topics": ["open/#"]}
     await status(client, "c", "updateMessageStream", definition=definition)
     assert await status(client, "c", "readMessages", streamName="all") == "Unauthorized"
+
+
+@bridge_test(acl=[EVERYTHING, AccessRule(deny=Deny(read=["pay/#"]))])
+async def test_a_consumer_does_not_lead_around_what_is_denied_to_read(bridge: Bridge) -> None:
+    export = {"consumer": [{"identifier": "work"}]}
+    bridge.stream("all", "pay/#", export_definition=export)
+    client = await bridge.connect("c")
+    await client.exchange(publish("pay/ann", b"1", 1, 1))
+    for operation in ("fetchMessages", "ackMessages"):
+        assert await status(client, "c", operation, name="all", consumer="work") == "Unauthorized"
+
+
+@bridge_test(acl=[EVERYTHING, AccessRule(deny=Deny(read=["pay/#"], publish=["alarm/#"]))])
+async def test_neither_retained_nor_shared_messages_lead_around_a_deny(bridge: Bridge) -> None:
+    client = await bridge.connect("c", level=V5)
+    for number, topic in enumerate(("pay/a", "open/a"), 1):
+        await client.exchange(publish(topic, b"1", 1, number, retain=True, level=V5))
+    client.send(subscribe(3, ("#", 0), level=V5))
+    assert (await client.receive()).body[3] == 0
+    assert (await client.message()).topic == "open/a"
+    member = await bridge.connect("m", level=V5)
+    assert (await member.exchange(subscribe(1, ("$share/g/+/b", 0), level=V5))).body[3] == 0
+    for topic in ("pay/b", "open/b"):
+        client.send(publish(topic, b"2", level=V5))
+    assert (await member.message()).topic == "open/b"
+
+
+@bridge_test(acl=[EVERYTHING, AccessRule(deny=Deny(publish=["alarm/#"]))])
+async def test_neither_a_will_nor_a_reply_leads_around_a_deny(bridge: Bridge) -> None:
+    watcher = await bridge.connect("w", level=V5)
+    await watcher.exchange(subscribe(1, ("alarm/#", 0), level=V5))
+    will = await bridge.open()
+    assert (await answer(will, "x", will=("alarm/fire", b"", 1)))[1] == 0x87
+    client = await bridge.connect("c", level=V5)
+    reply_to = {p.RESPONSE_TOPIC: b"alarm/fire"}
+    client.send(publish("streambridge/c/listStreams", b"{}", 1, 1, level=V5, properties=reply_to))
+    await client.receive()
+    assert await watcher.silent()
+
+
+@bridge_test(
+    acl=[AccessRule(publish=["streambridge/%c/+"], manage=["streams/#"], operations=["listClients"])]
+)
+async def test_who_manages_streams_does_not_see_or_disconnect_clients(bridge: Bridge) -> None:
+    victim = await bridge.connect("victim")
+    client = await bridge.connect("c")
+    assert await status(client, "c", "listClients") == "Unauthorized"
+    assert await status(client, "c", "disconnectClients", client="victim") == "Unauthorized"
+    assert await status(client, "c", "forgetClient", client="victim") == "Unauthorized"
+    assert await victim.alive()
+
+
+@bridge_test(acl=[AccessRule(publish=["%c/#"], subscribe=["%c/#"])])
+async def test_no_client_id_turns_a_rule_into_rights_of_the_service(bridge: Bridge) -> None:
+    for client_id in ("streambridge", "$share", "$SYS", "#", "a/b", "+"):
+        client = await bridge.connect(client_id, level=V5)
+        for number, topic in enumerate(("streambridge/v/listStreams", "$SYS/broker/uptime", "a/b/c"), 1):
+            packet = await client.exchange(publish(topic, b"{}", 1, number, level=V5))
+            assert (packet.head, packet.body[2:3]) == (0x40, b"\x87"), (client_id, topic)
+        assert (await client.exchange(subscribe(9, ("#", 0), ("a/b/#", 0), level=V5))).body[3:] == b"\x87\x87"
