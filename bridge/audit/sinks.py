@@ -100,7 +100,7 @@ class FileSink:
             if not stat.S_ISREG(found.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file; choose another path", str(self._path))
             if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                what = "others than its owner can write it; chmod go-w"
+                what = "users other than its owner can write to it; chmod go-w"
                 raise OSError(errno.EPERM, what, str(self._path))
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -133,7 +133,7 @@ def audit_log(context: CheckContext) -> Iterator[Finding]:
         elif audit.file.exists() and not audit.file.is_file():
             why = f"{audit.file} is not a regular file; choose another path"
         elif audit.file.exists() and audit.file.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            why = f"others than its owner can write {audit.file}; chmod go-w {audit.file}"
+            why = f"users other than its owner can write to {audit.file}; chmod go-w {audit.file}"
         if why:
             yield context.error(("audit", "file"), why)
     if audit.journald and not audit.journald_socket.is_socket():
