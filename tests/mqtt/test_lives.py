@@ -262,6 +262,27 @@ def test_a_qos_2_message_comes_once_whenever_the_broker_ends(world: World, resta
     assert subscriber.got() == PRESENT + again[1] + publish("t", b"3", 2, 3, dup=True)
 
 
+def test_a_subscriber_gets_what_follows_a_power_cut_that_took_the_packet_ids_it_holds(world: World) -> None:
+    """It would take a message with an id that it holds for a repetition (MQTT 3.1.1 section 4.3.3)."""
+    with forgetful_disk() as power_cut:
+        subscriber = client(world, "s", clean=False)
+        subscriber.send(subscribe(5, ("t", 2), ("u", 1)))
+        subscriber.got()
+        world.run(2)
+        publisher = client(world, "p")
+        publisher.send(publish("t", b"unknown", 2, 1))
+        assert subscriber.got() == publish("t", b"unknown", 2, 1)
+        subscriber.send(ack(0x50, 1))
+        power_cut(world)
+        publisher = client(world, "p")
+        publisher.send(publish("t", b"next", 2, 1))
+        subscriber = world.connect(connect("s", clean=False))
+        ids = range(1, world.config.limits.in_flight + 1)
+        assert subscriber.got() == PRESENT + b"".join(ack(0x62, number) for number in ids)
+        subscriber.send(b"".join(ack(0x70, number) for number in ids))
+        assert subscriber.got() == publish("t", b"next", 2, 1)
+
+
 def test_a_qos_2_message_and_its_pubrel_wait_for_the_journal(world: World) -> None:
     subscriber, publisher = client(world, "s", clean=False), client(world, "p")
     subscriber.send(subscribe(5, ("t", 2)))

@@ -97,8 +97,8 @@ class Outbox:
         self._line: Line | None = None
 
     def __len__(self) -> int:
-        """How many messages are waiting or under way."""
-        return len(self._queue) + len(self._inflight) + len(self._released)
+        """How many messages are waiting, or under way and not received."""
+        return len(self._queue) + len(self._inflight)
 
     @property
     def size(self) -> int:
@@ -113,6 +113,12 @@ class Outbox:
     def restore_released(self, packet_id: int) -> None:
         """An earlier process gave this packet id to a QoS 2 message that need not be sent again."""
         self._released[packet_id] = True
+
+    def release_all(self) -> None:
+        """An earlier process may have used any QoS 2 packet id, for messages that are not known any more."""
+        for packet_id in range(1, self._limits.in_flight + 1):
+            if packet_id not in self._inflight:
+                self._released.setdefault(packet_id, True)
 
     def put(self, out: Outgoing) -> None:
         """Send a message now if it may go, or let it wait."""
@@ -279,7 +285,7 @@ class Outbox:
             return
         packet_id = 0
         if out.qos:
-            packet_id = self._next_id = self._free_id()
+            packet_id = self._free_id(out.qos)
             self._inflight[packet_id] = out
         if out.qos < 2:
             self._write(line, out, packet_id)
@@ -297,12 +303,15 @@ class Outbox:
         elif line is not None:
             self._write(line, out, packet_id)
 
-    def _free_id(self) -> int:
-        packet_id = self._next_id
+    def _free_id(self, qos: int) -> int:
+        packet_id = self._next_id if qos == 1 else 0
         while True:
             packet_id = packet_id % 65_535 + 1
             if packet_id not in self._inflight and packet_id not in self._released:
-                return packet_id
+                break
+        if qos == 1:
+            self._next_id = packet_id
+        return packet_id
 
     def _write(self, line: Line, out: Outgoing, packet_id: int) -> None:
         pieces = out.message.packet(

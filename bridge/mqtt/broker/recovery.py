@@ -67,6 +67,7 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
 
     After a power cut the records that released QoS 2 ids may be missing: a message that has got one of
     these ids since would pass for stored. So its ids are forgotten, and what is sent again is stored again.
+    The ids that a subscriber holds may be missing too: all that it may hold are released.
     """
     saved: dict[str, _Saved] = {}
     numbers = 0
@@ -142,6 +143,8 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
                 session.outbox.restore_released(packet_id)
             else:
                 session.outbox.restore(sending, packet_id)
+        if not complete and any(one.qos == 2 for one in session.subscriptions.values()):
+            session.outbox.release_all()
         for out in past.queue.values():
             if out.qos == 2 and not complete:
                 out.share = ""  # it may have been sent, so it stays with its member (MQTT-4.8.2-5)
