@@ -12,10 +12,11 @@ supervisor, and the worker with its scheduler and exporters. What is simulated i
     boundary   puts these below `os`, `time`, `threading`, `socket`, `select`
 
 A *world* is one gateway with its clients and its cloud. Its `plan` is drawn from the seed: what the clients
-do, and what fails when. Most steps (`steps`) are drawn one by one; some come as `scenes`, a feature in use
-with a failure in the middle of it. `world` and `features` carry them out, with `settings` as the gateway's
-configuration. Everything else is drawn from the seed too, so a seed always gives the same run, to the same
-line of its story. What was promised is compared with what is there:
+do, and what fails when. Most steps (`steps`) are drawn one by one; some come as scenes, a feature in use with
+a failure in the middle of it (`scenes`, `scenes_of_exports`), which are dealt from a `deck`. `world` and
+`features` carry them out, with `settings` as the gateway's configuration. Everything else is drawn from the
+seed too, so a seed always gives the same run, to the same line of its story. What was promised is compared
+with what is there:
 
     checks     streams: what was acknowledged, order, numbers, limits, ages
     sessions   what subscribers got, sessions, wills, retained messages

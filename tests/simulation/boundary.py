@@ -153,7 +153,7 @@ def _sync(fd: int) -> None:
         disk, kernel = MACHINE.disk, kernels.kernel()
         assert disk is not None
         upto = disk.begin_sync(fd)
-        if disk.slow:
+        if disk.is_slow(fd):
             with disk.syncs_slowly(lambda: kernel.now):
                 _alive("sync", disk.slow)
         else:

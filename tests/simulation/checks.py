@@ -52,7 +52,7 @@ EXPORTED = ("safe", "plain", "ring")
 ON_THE_WAY = 0.002  # s, of an acknowledgement
 SLACK = 0.5  # s, of a sync that is under way
 STREAMS = ("safe", "plain", "both", "ring", "memory", "kin", "aged", "ids", "dead", "work", "few")
-OLD = 1.0 + SLACK  # s after which something that is too old is gone: limits are applied every second
+AGAIN = 0.03  # s in which what a failed call has left is written again
 
 
 def _said(body: bytes) -> tuple[bytes, bytes | None]:
@@ -96,6 +96,7 @@ class Checks:
         self._open: list[Message] = []  # not acknowledged
         self._looked_at: dict[str, int] = defaultdict(int)  # how many of a device's messages
         self._acked: dict[str, dict[bytes, Message]] = defaultdict(dict)  # by stream
+        self._unopened: dict[str, list[float]] = defaultdict(list)  # by stream: starts that could not open it
         self._before: dict[str, _Seen] = {}  # by stream: what was right at the last look
         self.over = False  # the gateway is another one now
         self._purged_upto = 0  # of the stream both, as a reply has said
@@ -176,6 +177,11 @@ class Checks:
     # -- when a loss is allowed
 
     @property
+    def late(self) -> float:
+        """Seconds after which what is too old is gone: limits are applied with background syncs."""
+        return max(1.0, self.world.plan.sync_interval / 1000) + SLACK
+
+    @property
     def losses(self) -> list[float]:
         """When what was not synced may have been lost: at power cuts, and at starts after a failed sync.
 
@@ -215,7 +221,7 @@ class Checks:
             if cut <= at - ON_THE_WAY:
                 continue
             calm = world.plan.sync_interval / 1000 + SLACK + world.disk.syncing(at, cut)
-            if self.longest_calm(at, cut) < calm or self._could_not_rewrite(at, cut):
+            if self.longest_calm(at, cut, self._unopened[stream]) < calm or self._could_not_rewrite(at, cut):
                 return True
         return False
 
@@ -224,14 +230,24 @@ class Checks:
         failed = min(self.world.sync_failures, default=end)
         return any(since < end and until > max(begin, failed) for since, until in self.world.full)
 
-    def longest_calm(self, begin: float, end: float) -> float:
-        """The longest time, in s, that the service ran without a failed sync."""
+    def longest_calm(self, begin: float, end: float, unopened: Sequence[float] = ()) -> float:
+        """The longest time, in s, that the service ran without a failed sync.
+
+        `unopened`: when it was started and could not open the stream in question.
+        """
         world = self.world
-        ends = [(at, False) for at in (*world.kills, *world.cuts, *world.stops)]
+        ends = [(at, False) for at in (*world.kills, *world.cuts, *world.stops, *unopened)]
         marks = [(at, True) for at in (*world.starts, *world.sync_failures)] + ends
         inside = sorted((at, runs) for at, runs in marks if begin < at < end)
         parts = pairwise([(begin, True), *inside, (end, False)])
         return max(b - a for (a, runs), (b, _) in parts if runs)
+
+    def _failed_before_an_end(self, name: str) -> bool:
+        """Whether a call for a stream failed soon before the service ended, or while it was started."""
+        world = self.world
+        failed = [at for at, path in world.troubles if f"/streams/{name}/" in path]
+        ends = [*world.kills, *world.cuts, *world.starts]
+        return any(-1 < end - at < AGAIN + world.disk.syncing(at, end) for at in failed for end in ends)
 
     # -- the streams
 
@@ -301,12 +317,16 @@ class Checks:
         """The service warns about a stream, often of what a start has repaired.
 
         Nobody has flipped a bit, so that a power cut has torn at most what was not acknowledged yet. After a
-        failed sync it may tear what a process that was killed then had not written again.
+        failed call it may tear what a process that was killed soon after that had not written again.
         """
+        if "the stream is not opened" in text:
+            self._unopened[name].append(self.world.kernel.now + 1e-6)  # after the sync that failed
         if "so did writing elsewhere" in text:
             self._unsynced[name].append(self.world.kernel.now)
         torn = "it is damaged" in text or "what followed it is gone" in text
-        excused = self.lied or self.world.backup or self.world.sync_failures
+        excused = self.lied or self.world.backup or self._failed_before_an_end(name)
+        # Of what it says is lost, `_acknowledged` knows whether that was acknowledged.
+        excused = excused or ("; lost: " in text and self.world.sync_failures)
         # What a limit drops it drops again, so that its record is not synced.
         excused = excused or (name == "few" and "/drops.log" in text)
         if torn and self.flushed(name) and not excused:
@@ -480,7 +500,7 @@ class Checks:
             stored: dict[int, float] = {}  # when the last answer came that can have stored it
             for asked, answered, number in one.answers:
                 last = stored.setdefault(number, answered)
-                if excuse < last and asked > last + self.world.plan.window + OLD:
+                if excuse < last and asked > last + self.world.plan.window + self.late:
                     self.broken(f"ids: {one.payload!r} passed for number {number} after {asked - last:.1f} s")
 
     def _acknowledged(self, name: str, there: set[bytes]) -> None:
@@ -644,7 +664,7 @@ class Checks:
         world = self.world
         found = [(number, self.message(payload)) for number, _, payload in self.now["aged"]]
         sent = [message.sent[-1] for _, message in found if message is not None]
-        whole, old = world.plan.age == 60, world.plan.age + OLD
+        whole, old = world.plan.age == 60, world.plan.age + self.late
         excuse = max((*world.cuts, *world.sync_failures), default=0)
         for (number, _), at in zip(found, sent, strict=True):
             last = max(sent) if whole else at

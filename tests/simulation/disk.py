@@ -10,7 +10,8 @@ A sync makes what a file held when it began durable; a directory's sync, its nam
 as on ext4. `failing`: so many syncs fail, of files whose path has `failing_at` in it; what such a file held
 then can be read until it leaves the page cache, and is never on the disk unless it is written again, however
 the next sync ends. `refusing`: so many writes fail for want of room, to files with `refusing_at`. `lying`:
-syncs return and do nothing. `full`: no file grows. `slow`: a sync takes up to so many seconds.
+syncs return and do nothing. `full`: no file grows. `slow`: a sync takes up to so many seconds, of files with
+`slow_at`.
 """
 
 from __future__ import annotations
@@ -137,12 +138,13 @@ class Disk:
         self.top = Dir()
         self.journal: list[Change] = []  # changes of names that may be lost
         self.strict, self.lying, self.full = True, False, False
-        self.slow = 0.0  # s that a sync may take
+        self.slow, self.slow_at = 0.0, ""  # s that a sync may take
         self._slowed: list[list[float]] = []  # when each sync began and ended
         self.failing = self.refusing = 0
         self.failing_at = self.refusing_at = ""
         self.open: dict[int, tuple[Node | Dir, str]] = {}
         self.on_failure: Callable[[], object] = lambda: None  # a sync has failed
+        self.on_trouble: Callable[[str], object] = lambda path: None  # a call has failed
         self.failed_at: set[str] = set()  # paths where anything has failed
         REAL["mkdir"](root, 0o700)
 
@@ -175,6 +177,7 @@ class Disk:
 
     def _fail(self, number: int, path: str) -> NoReturn:
         self.failed_at.add(path)
+        self.on_trouble(path)
         raise OSError(number, os.strerror(number), path)
 
     def do_open(self, path: str, flags: int, mode: int = 0o777) -> int:
@@ -213,6 +216,10 @@ class Disk:
         """A sync begins: it covers what was written by now."""
         node = self.open[fd][0]
         return node.written if isinstance(node, Node) else 0
+
+    def is_slow(self, fd: int) -> bool:
+        """Whether a sync of this file takes long."""
+        return self.slow > 0 and self.slow_at in self.open[fd][1]
 
     def do_sync(self, fd: int, upto: int) -> None:
         """A sync that has begun ends."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from bridge.ingest.planner import StreamId
 from bridge.objectkeys import JOINED, LOSSES
 from bridge.ranges import Ranges
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from .world import World
 
 WRITTEN = 3.0  # s after which a reported position is in its file
+SYNCED = 8.0  # s after which it is on the disk
 
 
 class ExportChecks:
@@ -40,8 +42,17 @@ class ExportChecks:
         upto = (
             world.service._exports.exported_upto("kin") if world.process and not world.process.dead else None
         )
-        if upto and not (world.cuts or world.sync_failures or self._checks.filled or self._checks.lied):
+        if upto and self.calm and not self._checks.lied:
             self._passed.append((world.kernel.now, upto))
+
+    @property
+    def calm(self) -> bool:
+        """Whether the disk has worked, and not slowly, since the service was started."""
+        disk, start = self.world.disk, self.world.starts[-1]
+        troubles = self.world.troubles
+        return not (
+            disk.full or disk.failing or disk.refusing or disk.slow or (troubles and troubles[-1][0] > start)
+        )
 
     def forget_positions(self) -> None:
         """The export of kin starts over."""
@@ -49,16 +60,24 @@ class ExportChecks:
 
     def arrived(self, payload: bytes) -> None:
         """A record has come to Kinesis or Firehose: an export does not go back behind what it has passed."""
-        world = self.world
-        if world.cuts or world.sync_failures or self._checks.lied:
+        if self._checks.lied:
             return
         message = self._checks.message(payload)
         if message is None or len(message.sent) > 1:  # it may be there twice, and the other one come now
             return
         number = self._numbers.get(payload)
-        passed = max((upto for at, upto in self._passed if at < world.kernel.now - WRITTEN), default=0)
-        if number is not None and number < passed:
+        if number is None:
+            return
+        passed = max((upto for at, upto in self._passed if upto > number and self._is_safe(at)), default=0)
+        if passed:
             self._checks.broken(f"kin: number {number} is sent again, and the export had come to {passed}")
+
+    def _is_safe(self, at: float) -> bool:
+        """Whether a position that was reported then is in its file, whatever has failed since."""
+        world = self.world
+        written, synced = at + WRITTEN, at + SYNCED + world.disk.syncing(at, at + SYNCED)
+        failed = [*world.cuts, *(when for when, _ in world.troubles)]
+        return written < world.kernel.now and not any(at < when < synced for when in failed)
 
     # -- exports that start over
 
@@ -93,7 +112,7 @@ class ExportChecks:
         if not has:
             return
         gone = [number for number in had if number >= start and number not in has]
-        if gone and quiet and not (world.disk.full or checks.filled):
+        if gone and quiet and self.calm:
             checks.broken(f"kin: a reload starts the export over at {start}, and freed number {gone[0]}")
         self._due = {number: one for number, one in self._due.items() if number >= start}
         sent = len(world.kinesis.records)
@@ -168,10 +187,15 @@ class ExportChecks:
             name, exported = stream["stream"], stream["exported"]
             uploaded = self.uploaded.get((name, int(stream["epoch"])), Ranges())
             passed = [(0, exported), *stream.get("ahead", ())]
+            omitted = checks.left_out[StreamId("g", name, int(stream["epoch"]))]
             absent = [hole for first, last in passed for hole in uploaded.missing(first, last)]
             for first, last, why in stream["dropped"]:
-                if why in LOSSES and not losses:
-                    checks.broken(f"{name}: the report says {why} of {first} to {last}")
+                if why in LOSSES:
+                    # What was seen since something may have been lost, and was not uploaded, is not lost.
+                    there = checks.seen[name].keys() - checks.exported[name].keys()
+                    known = [n for n in there if first <= n <= last and not omitted.covers(n, n)]
+                    if known or not losses:
+                        checks.broken(f"{name}: the report says {why} of {first} to {last}, {known[:3]}")
                 count = int(why.removeprefix(JOINED)) if why.startswith(JOINED) else last - first + 1
                 absent = list(_without(absent, first, last, count))
             if absent:

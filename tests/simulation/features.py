@@ -25,8 +25,10 @@ class Features:
 
     # -- faults
 
-    def slow(self, seconds: float) -> None:
-        self.world.disk.slow = seconds
+    def slow(self, seconds: float, where: str = "") -> None:
+        self.world.disk.slow, self.world.disk.slow_at = seconds, where
+
+    lag = slow
 
     def mend(self) -> None:
         world = self.world

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from .scenes import TRIED, copy, scene
+from .deck import dealt
+from .scenes import TRIED, copy
 from .steps import Step
 
 DEVICES = 3
@@ -38,6 +39,7 @@ class Plan:
     sink: str  # the exporter of the stream kin
     keyed: bool  # whether Kinesis gets a partition key, and so an order
     replaced: bool  # whether the gateway's disk dies in the end
+    newest_first: bool  # whether exports send the newest messages first
     tight: bool  # whether the broker keeps little for a subscriber, and few retained messages
     steps: list[Step] = field(default_factory=list)
 
@@ -48,9 +50,9 @@ class Plan:
         return {name: topics for n, (name, topics) in enumerate(few.items()) if self.seed % 4 in (n, 3)}
 
     @property
-    def newest_first(self) -> bool:
-        """Whether exports send the newest messages first."""
-        return self.seed % 3 == 1
+    def frugal(self) -> int:
+        """The device that always takes the lowest packet id, as small clients do."""
+        return -self.seed % DEVICES
 
     @property
     def age(self) -> int:
@@ -58,12 +60,12 @@ class Plan:
         return 4 if self.seed % 2 else 60
 
 
-def draw(seed: int, steps: int = 46, scenes: int = 5) -> Plan:
+def draw(seed: int, steps: int = 30, scenes: int = 10) -> Plan:
     """The plan of a seed."""
     random = Random(f"plan {seed}")
     plan = Plan(
         seed=seed,
-        sync_interval=random.choice((200, 200, 1000)),
+        sync_interval=random.choice((200, 1000, 1000)),
         strict=random.random() < 0.7,
         segment=random.choice((1024, 4096, 65536)),
         linger=random.choice((1, 100, 400)),
@@ -79,6 +81,7 @@ def draw(seed: int, steps: int = 46, scenes: int = 5) -> Plan:
         open=random.random() < 0.2,
         sink=random.choice(("kinesis", "kinesis", "firehose")),
         keyed=random.random() < 0.5,
+        newest_first=seed % 3 == 1,
         tight=random.random() < 0.6,
         replaced=random.random() < 0.12,
     )
@@ -98,10 +101,10 @@ def draw(seed: int, steps: int = 46, scenes: int = 5) -> Plan:
                     plan.steps.append(Step("room", (), wait))
         if random.random() < 0.3:
             plan.steps.append(_crash(random, plan))
-    for number in range(scenes):
+    for number, scene in enumerate(dealt(seed, scenes)):
         at = random.randrange(len(plan.steps) + 1)
-        restores = plan.restored and not number
-        plan.steps[at:at] = copy(plan, random, random.randrange(DEVICES)) if restores else scene(plan, random)
+        play = copy if plan.restored and not number else scene
+        plan.steps[at:at] = [Step("mend"), *play(plan, random, random.randrange(DEVICES))]
     return plan
 
 

@@ -27,7 +27,6 @@ from . import boundary
 from . import kernel as kernels
 from .boundary import MACHINE
 from .clients import POISON
-from .kernel import Kernel
 
 if TYPE_CHECKING:
     from .world import World
@@ -148,8 +147,9 @@ def reset() -> None:
 class Slow:
     """A client of AWS whose requests take time: others run meanwhile, and its process may be killed."""
 
-    def __init__(self, kernel: Kernel, random: Random, real: Any, bucket: Any) -> None:
-        self._kernel, self._random, self._real, self._bucket = kernel, random, real, bucket
+    def __init__(self, world: World, service: str, real: Any) -> None:
+        self._world, self._service, self._real = world, service, real
+        self._kernel, self._random = world.kernel, world.random
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         do = getattr(self._real, name)
@@ -161,6 +161,7 @@ class Slow:
                 kernel.check_alive()
             process, thread = kernel.process, kernel.thread
             kernel.process = kernel.thread = None  # it happens elsewhere
+            self._world.requested(self._service)
             try:
                 return do(**options)
             finally:

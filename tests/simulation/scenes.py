@@ -24,12 +24,6 @@ PLACES_OF_WORK = ("consumers", "consumers", "/work")
 SYNCED = ("safe", "kin")  # streams that sync before they acknowledge
 
 
-def scene(plan: Plan, random: Random) -> list[Step]:
-    """One that is drawn, with a device of its own."""
-    made = random.choices(list(SCENES), list(SCENES.values()))[0](plan, random, random.randrange(3))
-    return [Step("mend"), *made]
-
-
 def end(plan: Plan, random: Random, *, cuts: float = 0.4) -> Step:
     """How the service ends; with a probability of `cuts` the power is cut, if it ever is."""
     what = "cut" if plan.cuts and random.random() < cuts else random.choice(("kill", "kill", "stop"))
@@ -50,6 +44,15 @@ def release(plan: Plan, random: Random, device: int) -> list[Step]:
     """The journal cannot be written while packet ids are in use, and they are used again after the end."""
     family = random.choice(("safe", "safe", "live", "plain"))
     failing = random.choice(("refuse", "refuse", "syncs"))
+    if random.random() < 0.5:
+        # At each moment some ids are about to be released.
+        begun = Step("publish", (plan.frugal, random.choice((1, 2, 5)), family, 2), random.random() * 0.001)
+        return [
+            *[begun] * 10,
+            Step("refuse", (1, "sessions"), random.choice((0.005, 0.02, 0.1))),
+            Step("kill", (random.random() * 0.05, "s later"), 0.3),
+            Step("publish", (plan.frugal, 20, family, 2), 0.1),
+        ]
     return [
         _publish(random, device, family, 2),
         Step(failing, (random.choice((1, 2, 4)), "sessions"), random.choice((0.005, 0.01, 0.03, 0.1, 1.1))),
@@ -157,13 +160,14 @@ def rotation(plan: Plan, random: Random, device: int) -> list[Step]:
 def tail(plan: Plan, random: Random, device: int) -> list[Step]:
     """What no sync has covered is sent; the export starts over, and the power takes the tail."""
     family = random.choice(("plain", "plain", "ring"))
+    plan.sync_interval = random.choice((plan.sync_interval, 5000, 5000))
     return [
         Step("publish", (device, 80, family, 1)),
         Step("pause", (2,)),
-        _publish(random, device, family, 1)._replace(wait=random.choice((0.1, 0.2, 0.5))),
+        _publish(random, device, family, 1)._replace(wait=plan.linger / 1000 + random.choice((0.1, 0.15))),
         Step("link", (True,)),
         Step("redefine", (family, random.choice((0.0, 0.5))), random.choice((0.15, 0.25))),
-        end(plan, random, cuts=0.9),
+        Step("cut" if plan.cuts else "kill", (random.random() * 0.05, "s later"), 0.3),
         _publish(random, device, family, 1)._replace(wait=0.2),
         Step("link", (False,)),
     ]
@@ -259,11 +263,15 @@ def topical(plan: Plan, random: Random, device: int) -> list[Step]:
 
 
 def flood(plan: Plan, random: Random, device: int) -> list[Step]:
-    """A subscriber is too slow, goes, and comes back for what came meanwhile."""
-    return [
+    """A subscriber is too slow, goes, and comes back for what came meanwhile; perhaps that happens again."""
+    slow = [
         Step("stall", (True,)),
         Step("flood", (device, random.choice((40, 60))), 0.1),
         Step("slowly", (), 0.02),
+    ]
+    return [
+        *(step for _ in range(random.randrange(3)) for step in (*slow, Step("slowly", (), 0.1))),
+        *slow,
         _publish(random, device, "flood", 1),
         *([end(plan, random)] if random.random() < 0.3 else []),
         Step("slowly", (), 0.1),

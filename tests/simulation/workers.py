@@ -46,7 +46,7 @@ class Worker(Asker):
         super().__init__(kernel, name, random, v5=v5, clean=True, peer=HERE)
         self._truth = truth
         self._turn = 0  # of fetches: one after the other, also over connections
-        self._fetching = False
+        self.fetching = False
 
     def ready(self) -> None:
         super().ready()
@@ -55,18 +55,18 @@ class Worker(Asker):
 
     def _gone(self) -> None:
         super()._gone()
-        self._truth.unanswered += self._fetching
-        self._fetching = False
+        self._truth.unanswered += self.fetching
+        self.fetching = False
 
     def _fetch(self, turn: int) -> None:
         if not self.connected or turn != self._turn:
             return
         asked, most = self.kernel.now, self._random.choice((1, 3, 20))
         wait = self._random.choice((0, 100, 1000))
-        self._fetching = True
+        self.fetching = True
 
         def done(answer: dict[str, Any]) -> None:
-            self._fetching = False
+            self.fetching = False
             self.served()
             for row in answer.get("messages", ()):
                 number, payload = row["sequenceNumber"], base64.b64decode(row.get("payload", ""))
@@ -123,19 +123,26 @@ class ConsumerChecks:
         """Whether a step of the clock passes for time in which the machine was off."""
         return bool(self.world.cuts) and self.checks.clocked
 
+    @property
+    def _on_the_way(self) -> int:
+        """How many deliveries of a message nobody may have seen yet, or ever."""
+        return self.unanswered + sum(worker.fetching for worker in self.world.workers)
+
     def delivered(self, worker: str, number: int, payload: bytes, count: int, asked: float) -> None:
         """A fetch was answered."""
         checks, now = self.checks, self.world.kernel.now
         before = self.latest.get(number)
         # It may have given it back for an earlier delivery, while the answer of this one was on its way.
         back = self._given_back.get((worker, number), -1.0) >= asked
+        if before is not None and back and count < before.count:
+            return  # the answer to who has got it since was faster
         self.latest[number] = Delivered(payload, worker, asked, count, back)
         if checks.lied or checks.over:
             return
         if checks.message(payload) is None:
             checks.broken(f"work: a worker got number {number}, which was never sent: {payload!r}")
         if before is None:
-            if count > 1 + self.unanswered:
+            if count > 1 + self._on_the_way:
                 checks.broken(f"work: number {number} comes for the first time, and says it is time {count}")
             return
         if before.payload != payload:
@@ -147,7 +154,7 @@ class ConsumerChecks:
                 f"work: number {number} is delivered to {worker}, and {before.worker} has it since "
                 f"{now - before.asked:.3f} s"
             )
-        if not before.count < count <= before.count + 1 + self.unanswered:
+        if not before.count < count <= before.count + 1 + self._on_the_way:
             checks.broken(f"work: the delivery of number {number} after number {before.count} is {count}")
 
     def given_back(self, worker: str, number: int) -> None:

@@ -73,6 +73,7 @@ class World:
         self.disk = MACHINE.disk = Disk(self.root, Random(f"disk {seed}"))
         self.disk.strict = plan.strict
         self.disk.on_failure = lambda: self.sync_failures.append(self.kernel.now)
+        self.disk.on_trouble = lambda path: self.troubles.append((self.kernel.now, path))
         self.bucket = cloud.Bucket(Random(f"bucket {seed}"), lambda: boundary.wall_ns() / 1e9)
         self.lake = cloud.Bucket(Random(f"lake {seed}"), lambda: boundary.wall_ns() / 1e9, name="lake")
         self.table = table.Table(self.lake)
@@ -84,6 +85,7 @@ class World:
         self.starts: list[float] = []
         self.stops: list[float] = []
         self.sync_failures: list[float] = []
+        self.troubles: list[tuple[float, str]] = []  # when a call of the disk has failed, and for which path
         self.lies: list[tuple[float, float]] = []  # from and to
         self.full: list[tuple[float, float]] = []  # the disk, from and to
         self.backup: Any = None
@@ -98,13 +100,14 @@ class World:
         self.kin_size = 20 * settings.KIN_SEGMENT
         self.export_starts: dict[str, int] = {}  # by stream, where a reload has put the start of its export
         self._pending_cut = False
+        self._breaking, self._requests_left = "", 0  # the service of the request at which the link breaks
         self.devices = [
             Device(self.kernel, f"device-{n}", Random(f"device {n} {seed}"), v5=plan.v5[n], user=f"user{n}",
                    password=f"word{n}-0")
             for n in range(DEVICES)
         ]  # fmt: skip
         for n, device in enumerate(self.devices):
-            device.low_ids = (seed + n) % 3 == 0
+            device.low_ids = n == plan.frugal
         self.subscriber = Subscriber(
             self.kernel, "subscriber", Random(f"subscriber {seed}"), [("live/1/#", 1), ("live/2/#", 2)],
             v5=bool(seed % 2), expiry=SESSION,
@@ -237,7 +240,14 @@ class World:
         from . import product
 
         real = self.bucket.client() if service == "s3" else self.kinesis
-        return product.Slow(self.kernel, self.random, real, self.bucket)
+        return product.Slow(self, service, real)
+
+    def requested(self, service: str) -> None:
+        """A request goes to a service of the cloud: the link may break now."""
+        if service == self._breaking:
+            self._requests_left -= 1
+            if self._requests_left < 0:
+                self._do_link(True)
 
     # -- the run
 
@@ -436,6 +446,8 @@ class World:
     def _do_stop(self) -> None:
         process = self.process
         assert process is not None
+        if not process.dead:
+            self.checks.sessions.counted()
         with self.kernel.inside(process):
             process.loop.signal(TERM)
         if not self.kernel.run(lambda: process.dead, QUIET):
@@ -447,11 +459,19 @@ class World:
     def _do_worker(self, after: float, unit: str) -> None:
         for process in boundary.CHILDREN:
             if not process.dead and process.threads:
-                process.calls_left = int(after)
+                if unit.startswith("s"):
+                    self.kernel.later(after, None, self.kernel.kill, process, -9)
+                else:
+                    process.calls_left = int(after)
                 break
 
     def _do_link(self, down: bool) -> None:
         self.bucket.down = self.kinesis.down = down
+        self._breaking = ""
+
+    def _do_breaks(self, number: int, service: str) -> None:
+        self._do_link(False)
+        self._breaking, self._requests_left = service, number
 
     def _do_faults(self, share: float) -> None:
         from .bucket import Faults

@@ -1,0 +1,54 @@
+"""Scenes with exports, and a worker, a link or a reload that comes in their middle."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from .steps import Step
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+def broken(plan: Plan, random: Random, device: int) -> list[Step]:
+    """The link breaks in the middle of a large batch, perhaps twice."""
+    service = random.choice((plan.sink, plan.sink, "s3"))
+    family = "kin" if service != "s3" else random.choice(("safe", "ring"))
+    breaks = [Step("breaks", (random.randrange(4), service), 0.6) for _ in range(random.choice((1, 2)))]
+    return [
+        Step("link", (True,)),
+        Step("publish", (device, 300, family, 1)),
+        Step("publish", ((device + 1) % 3, 300, family, 1), 0.5),
+        *breaks,
+        Step("link", (False,), 0.3),
+    ]
+
+
+def heir(plan: Plan, random: Random, device: int) -> list[Step]:
+    """A worker ends while a rejected record is being kept; its heir has another one, and that is not kept."""
+    plan.sink, plan.keyed, plan.newest_first = "kinesis", False, random.random() < 0.8
+    ends = Step("worker", (0, "s later"), 0.7 + random.random() * 2)
+    return [
+        Step("lag", (3, "/dead")),
+        Step("publish", (device, 80, "kin", 1), 0.2),
+        ends,
+        ends._replace(wait=0.0),
+        Step("publish", ((device + 1) % 3, 120, "kin", 1), random.choice((0.1, 0.5, 1))),
+        Step("refuse", (9, "/dead"), random.choice((1, 2))),
+        Step("mend", (), 1.0),
+        Step("drain"),
+    ]
+
+
+def moved(plan: Plan, random: Random, device: int) -> list[Step]:
+    """An export starts over while it sends, and the stream is full and must free what was sent."""
+    moves = [Step("redefine", ("kin", random.choice((0.0, 0.5))))]
+    if random.random() < 0.3:
+        moves = [Step("shrink", (random.choice((0.0, 0.5)),))]
+    return [
+        Step("publish", (device, 300, "kin", 1), random.choice((0.3, 0.6, 1.0))),
+        Step("publish", ((device + 1) % 3, 120, "kin", 1), random.random() * 0.5),
+        *moves,
+        Step("publish", ((device + 2) % 3, 120, "kin", 1), 0.3),
+    ]
