@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyiceberg.exceptions import CommitFailedException
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
 from bridge.ingest.files import DataFile
 from bridge.ingest.sinks.history import LEAST, obsolete
 from bridge.ingest.sinks.iceberg import IcebergSink, open_catalog
 from bridge.ingest.store import StorageLocation
-from tests.ingest.test_sinks import written
+from tests.ingest.test_sinks import numbers, written
 
 NONE = timedelta(0)
 
@@ -222,3 +223,30 @@ def test_the_five_thousandth_round_costs_what_the_first_hundred_did(tmp_path: Pa
             rounds(sink, 5)
             seconds[name] += time.process_time() - began
     assert seconds["old"] <= 1.5 * seconds["new"], seconds
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_commit_that_was_made_and_then_refused_when_it_was_sent_again_keeps_its_manifests(
+    tmp_path: Path, landing: StorageLocation, *, another: bool
+) -> None:
+    """As by the clients of AWS, which send a request again if its answer is lost: Glue refuses the second."""
+    mine, other = opened(tmp_path), opened(tmp_path)
+    commit, refused = mine.catalog.commit_table, 0
+
+    def unlucky(*request: Any) -> None:
+        nonlocal refused
+        commit(*request)
+        refused += 1
+        if another:
+            version = other.pointer()
+            other.commit(version, version + 100, written(other, landing, version * 10, version * 10 + 9))
+        raise CommitFailedException("the table has another version")
+
+    mine.catalog.commit_table = unlucky
+    mine.commit(None, 1, written(mine, landing, 0, 9))
+    there = [*range(10), *range(10, 20)] if another else [*range(10)]
+    assert (refused, mine.pointer(), numbers(mine)) == (1, 101 if another else 1, there)
+    old = mine.files()
+    mine.replace(old[:1], written(mine, landing, 0, 9))
+    more = range(101 * 10, 101 * 10 + 10) if another else ()
+    assert (refused, numbers(mine)) == (2, sorted([*there, *more]))

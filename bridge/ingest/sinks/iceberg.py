@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, date, datetime, timedelta
 from itertools import count
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import pyarrow as pa
 from pyiceberg.catalog import Catalog, load_catalog
@@ -76,13 +76,18 @@ from bridge.ingest.store import ObjectStore, StorageLocation, table_folder
 
 if TYPE_CHECKING:
     from pyiceberg.table import Table
+    from pyiceberg.table.update.snapshot import _SnapshotProducer
     from pyiceberg.types import PrimitiveType
     from pyspark.sql import SparkSession
 
     from bridge.ingest.tasks import Tasks
 
 PARTITION = PARTITIONS[1]
+Change = TypeVar("Change", bound="_SnapshotProducer[Any]")
 STATE_AT = "streambridge.state-location"
+# pyiceberg deletes the manifests of a commit that was refused for the last time. But the catalog may have
+# made it, lost the answer, and refused only what its client then sent again: a retry looks for it first.
+LOOK_AGAIN = {"commit.retry.num-retries": "1", "commit.retry.total-timeout-ms": str(24 * 3600 * 1000)}
 PROPERTIES = {"format-version": "2", "write.parquet.compression-codec": "zstd"}
 
 
@@ -184,7 +189,6 @@ class IcebergSink:
         """Prepare a table for a commit: make days its default partitions, which pyiceberg uses for new files.
 
         Another engine may have changed the default, but a file may use any spec that the table ever had.
-        pyiceberg's own retries are turned off: they would commit on top of another run without checking.
         """
         days = [spec.spec_id for spec in table.specs().values() if _by_day(table, spec)]
         if not days:
@@ -195,7 +199,7 @@ class IcebergSink:
             )
         update = {
             **shared(table.metadata),
-            "properties": {**MERGING, **table.metadata.properties, "commit.retry.num-retries": "0"},
+            "properties": {**MERGING, **table.metadata.properties, **LOOK_AGAIN},
             "default_spec_id": max(days),
         }
         table.metadata = table.metadata.model_copy(update=update)
@@ -248,7 +252,7 @@ class IcebergSink:
             summary = pointer | record(gone)
             with suppress(CommitFailedException):
                 with table.transaction() as change:
-                    with change.update_snapshot(snapshot_properties=summary).merge_append() as append:
+                    with once(change.update_snapshot(snapshot_properties=summary).merge_append()) as append:
                         for file in files:
                             append.append_data_file(data_file(table, file))
                     change.set_properties(pointer | metadata_log(table, self.keep, now))
@@ -305,7 +309,7 @@ class IcebergSink:
             with suppress(CommitFailedException):
                 with (
                     table.transaction() as change,
-                    change.update_snapshot(snapshot_properties=keep).overwrite() as overwrite,
+                    once(change.update_snapshot(snapshot_properties=keep).overwrite()) as overwrite,
                 ):
                     for _, gone in old:
                         overwrite.delete_data_file(gone)
@@ -333,7 +337,7 @@ class IcebergSink:
         table = self.table()
         if table is None:
             return 0
-        before = datetime.now(UTC) - timedelta(days=days)
+        before = datetime.fromtimestamp(time.time(), UTC) - timedelta(days=days)
         table.maintenance.expire_snapshots().older_than(before).commit()
         table = self._made()
         used: set[str] = set()
@@ -388,6 +392,19 @@ def open_catalog(
             "no catalog: give --warehouse DIR, or --catalog type=glue (rest, sql, ...) and its options"
         )
     return load_catalog(options.pop("name", "streambridge"), **options)
+
+
+def once(change: Change) -> Change:
+    """Let a change of a transaction never be made on top of what another writer has committed meanwhile.
+
+    pyiceberg would do so at its retries, without a look at the pointer. See LOOK_AGAIN for why it retries.
+    """
+    change._validate_concurrency = _refused  # type: ignore[method-assign]
+    return change
+
+
+def _refused() -> None:
+    raise CommitFailedException("another writer committed first")
 
 
 def data_file(table: Table, file: DataFile) -> IcebergFile:
