@@ -235,6 +235,34 @@ def test_two_runs_at_once_add_every_row_once_and_the_later_one_finds_its_state(
     assert load_state(table()).rows() == 20
 
 
+def test_a_commit_that_was_made_and_then_refused_keeps_its_files_for_readers_of_older_versions(
+    table: Open, landing: StorageLocation
+) -> None:
+    """The answer is lost; another run commits, and files are merged, before the commit is sent again."""
+    Gateway(landing).export(0, 9)
+    mine, first = table(), []
+    made = mine.commit
+
+    def unlucky(previous: int | None, version: int, files: list[DataFile]) -> None:
+        made(previous, version, files)
+        mine.commit = made
+        first.extend(files)
+        Gateway(landing).export(10, 19)
+        assert ingest(lambda: Here(int), landing, table()).rows == 10
+        if hasattr(mine, "replace"):
+            table().replace(table().files(), written(table(), landing, 0, 19))
+        else:
+            table().compact(None)
+        raise CommitConflict("another run committed first")
+
+    mine.commit = unlucky
+    assert ingest(lambda: Here(int), landing, mine).rows == 0
+    assert numbers(table()) == list(range(20))
+    assert not {file.path for file in first} & {file.path for file in table().files()}
+    for file in first:
+        assert mine.target().location.open().get(file.path)
+
+
 def test_columns_are_added_once_and_older_rows_have_none(table: Open, landing: StorageLocation) -> None:
     table().commit(None, 7, written(table(), landing, 0, 9))
     for _ in range(2):
