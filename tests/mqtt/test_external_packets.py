@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -133,6 +134,38 @@ async def test_after_a_failed_commit_nothing_more_is_taken_from_that_connection(
     broker.send("in/a", b"third", 1, 3)
     await until(lambda: broker.got("PUBACK 3"))
     assert broker.connections == 2
+
+
+@with_bytes
+async def test_what_is_stored_behind_a_failed_message_is_not_acknowledged_either(
+    broker: BrokerOfBytes, bridge: Bridge
+) -> None:
+    """It is in another stream, whose commit is faster; it must come again behind the failed one."""
+    bridge.stream("slow", "slow", flush_on_write=True)
+    log = bridge.store.streams["slow"].log
+    reached, gate, write = threading.Event(), threading.Event(), log.write
+
+    def full(*_: Any, **__: Any) -> None:
+        reached.set()
+        gate.wait(30)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log.write = full  # type: ignore[method-assign]
+    broker.session_present = True
+    await until(lambda: broker.got("SUBSCRIBE slow"))
+    broker.send("slow", b"first", 1, 1)
+    await until(reached.is_set)
+    broker.send("in/a", b"second", 1, 2)
+    assert await stored(bridge, 1) == [b"second"]
+    gate.set()
+    await until(lambda: bridge.stat("rejected_storage"))
+    log.write = write  # type: ignore[method-assign]
+    await connected(bridge, 2)
+    for number, (topic, payload) in enumerate((("slow", b"first"), ("in/a", b"second")), 1):
+        broker.send(topic, payload, 1, number)
+    await until(lambda: broker.got("PUBACK 2"))
+    assert broker.got("PUBACK") == ["2 PUBACK 1", "2 PUBACK 2"]
+    assert await bridge.payloads("slow") == [b"first"]
 
 
 def test_a_refused_subscription_is_told_and_its_stream_shown_as_refused_until_it_is_granted(

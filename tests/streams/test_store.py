@@ -410,6 +410,30 @@ def test_a_repeated_message_id_inside_the_window_is_stored_once_also_after_a_res
     run(work())
 
 
+def test_a_message_id_that_came_again_after_its_window_is_known_as_long_as_the_second_message(
+    house: House,
+) -> None:
+    clock = Machine()
+    house.system = clock
+
+    async def work() -> None:
+        async with house.stream(dedup_window=60_000) as stream:
+            assert await put(stream, b"a", ids=True) == [0]
+            clock.sleep(61)
+            assert await put(stream, b"b", ids=True) == [1]
+            assert await put(stream, b"a", ids=True) == [2]
+            stream.configure(StorageSettings(dedup_window=600_000), b"{}")
+        async with house.stream() as stream:  # the longer window has both
+            clock.sleep(560)
+            assert await put(stream, b"c", ids=True) == [3]  # and the first is over
+            assert await put(stream, b"a", ids=True) == [2]
+            clock.sleep(60)
+            assert await put(stream, b"d", ids=True) == [4]
+            assert await put(stream, b"a", ids=True) == [5]
+
+    run(work())
+
+
 def test_what_a_message_id_is_found_for_at_a_start_is_on_the_disk(house: House) -> None:
     async def work() -> None:
         async with house.stream(flush=True, dedup_window=60_000) as stream:
