@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 EXPORTED = ("safe", "plain", "ring")
 ON_THE_WAY = 0.002  # s, of an acknowledgement
 SLACK = 0.5  # s, of a sync that is under way
+START = 0.1  # s, that one takes
 STREAMS = ("safe", "plain", "both", "ring", "memory", "kin", "aged", "ids", "dead", "work", "few")
 AGAIN = 0.03  # s in which what a failed call has left is written again
 
@@ -185,11 +186,12 @@ class Checks:
     def losses(self) -> list[float]:
         """When what was not synced may have been lost: at power cuts, and at starts after a failed sync.
 
-        Such a start reads what is on the disk (docs/guarantees.md: "reported if that fails too").
+        Such a start reads what is on the disk (docs/guarantees.md: "reported if that fails too"). It may be
+        the start itself whose sync fails.
         """
         world = self.world
         first = min(world.sync_failures, default=float("inf"))
-        return sorted([*world.cuts, *(at for at in world.starts if at > first)])
+        return sorted([*world.cuts, *(at for at in world.starts if at > first - START)])
 
     @property
     def lied(self) -> bool:

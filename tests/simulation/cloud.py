@@ -19,17 +19,19 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import BotoCoreError, ClientError, ConnectionClosedError
 
 from bridge.filtered import from_extra, left_out
-from bridge.ingest.errors import CommitConflict
+from bridge.ingest.errors import CommitConflict, IngestError
 from bridge.ingest.files import Target
 from bridge.ingest.job import Summary, ingest
 from bridge.ingest.numbers import CHUNK_BITS
 from bridge.ingest.planner import RoundLimits, StreamId
+from bridge.ingest.report import Hole
 from bridge.ingest.state import StreamState, load_state
 from bridge.ingest.store import StorageLocation
 from bridge.ingest.worker import process, unpack
@@ -39,7 +41,11 @@ from bridge.ranges import Ranges, size
 from .bucket import ENDPOINT, At, Bucket, Place, nowhere
 from .table import LostAnswer, Table
 
+if TYPE_CHECKING:
+    from .iceberg import Iceberg
+
 ATTEMPTS = 4  # at a task, as Spark makes them
+T = TypeVar("T")
 Row = tuple[str, str, int, int]  # gateway, stream, epoch, number
 
 
@@ -80,7 +86,7 @@ class Ended:
 
 def ingest_run(
     bucket: Bucket,
-    table: Table,
+    table: Table | Iceberg,
     random: Random,
     at: At = nowhere,
     *,
@@ -106,6 +112,25 @@ def ingest_run(
     except (Killed, TaskError, CommitConflict, BotoCoreError, ClientError) as error:
         ended.error = error
     return ended
+
+
+def tend(
+    bucket: Bucket,
+    table: Table | Iceberg,
+    random: Random,
+    faults: RunFaults,
+    work: Callable[[Any, Any, Any], T],
+) -> T | None:
+    """Let an operator do some work, given the bucket's location, a sink and tasks; None if it has failed."""
+    process = driver(bucket, random, faults)
+    with suppress(Killed, TaskError, IngestError, BotoCoreError, ClientError):
+        return work(bucket.place("", process.at), table.sink(process.at), _LocalTasks(process))
+    return None
+
+
+def driver(bucket: Bucket, random: Random, faults: RunFaults) -> _Driver:
+    """A process that is at work in the cloud: its `at` may raise what `ingest_run` lets happen to a run."""
+    return _Driver(bucket, random, nowhere, faults, "", Ended())
 
 
 class _Driver:
@@ -163,32 +188,40 @@ class _LocalTasks:
     def work(
         self, what: str, parts: Sequence[bytes], source: StorageLocation, target: Target
     ) -> dict[str, list[Any]]:
+        assert isinstance(source, Place)
+        assert isinstance(target.location, Place)
+
+        def part(number: int, at: At) -> list[tuple[str, Any]]:
+            there = replace(target, location=replace(target.location, at=at))
+            return list(process(unpack(parts[number]), replace(source, at=at), there))
+
+        return self._all(len(parts), part)
+
+    def each(
+        self, what: str, count: int, work: Callable[[int], Iterator[tuple[str, Any]]]
+    ) -> dict[str, list[Any]]:
+        return self._all(count, lambda number, at: list(work(number)))
+
+    def _all(self, count: int, work: Callable[[int, At], list[tuple[str, Any]]]) -> dict[str, list[Any]]:
         bodies: dict[str, list[Any]] = defaultdict(list)
-        for part in parts:
-            for kind, body in self._task(part, source, target):
+        for number in range(count):
+            for kind, body in self._task(partial(work, number)):
                 bodies[kind].append(json.loads(json.dumps(body)))  # as it comes from Spark
         return bodies
 
-    def _task(self, part: bytes, source: StorageLocation, target: Target) -> list[tuple[str, Any]]:
+    def _task(self, work: Callable[[At], list[tuple[str, Any]]]) -> list[tuple[str, Any]]:
         lost = self.random.random() < self.driver.faults.repeated
         for number in range(ATTEMPTS):
+            worker = _Worker(self.driver)
             with suppress(TaskKilled, BotoCoreError, ClientError):
-                found = self._attempt(part, source, target)
+                worker.at("task")
+                found = work(worker.at)
+                worker.at("task done")
                 if lost:
                     lost = False
                     continue
                 return [*found, ("attempt", {"number": number})]
         raise TaskError(f"{ATTEMPTS} attempts failed")
-
-    def _attempt(self, part: bytes, source: StorageLocation, target: Target) -> list[tuple[str, Any]]:
-        worker = _Worker(self.driver)
-        worker.at("task")
-        assert isinstance(source, Place)
-        assert isinstance(target.location, Place)
-        there = replace(target, location=replace(target.location, at=worker.at))
-        found = list(process(unpack(part), replace(source, at=worker.at), there))
-        worker.at("task done")
-        return found
 
 
 class _Worker:
@@ -266,7 +299,7 @@ class CloudCheck:
     def __init__(
         self,
         bucket: Bucket,
-        table: Table,
+        table: Table | Iceberg,
         appended: Mapping[Row, bytes],
         prefix: str = "",
         left_out: Mapping[StreamId, Ranges] | None = None,
@@ -280,10 +313,9 @@ class CloudCheck:
 
     def table(self) -> None:
         """Every row was appended, with its payload, and is there once; no row has gone; so says the state."""
+        if gone := self.the_table.needed() - self.the_table.bucket.objects.keys():
+            raise CloudError(f"{min(gone)} is used by the table, and has gone")
         now = {file.path: file for file in self.the_table.now.files}
-        for path in now:
-            if f"{self.the_table.name}/{path}" not in self.the_table.bucket.objects:
-                raise CloudError(f"{path} is a file of the table, and has gone")
         removed = [self._files.pop(path) for path in self._files.keys() - now.keys()]
         before = Counter[Row]()  # what a compaction has merged must be in the new files
         for gone in removed:
@@ -340,12 +372,13 @@ class CloudCheck:
     def _left_out(self, stream: StreamId) -> Ranges:
         return self.left_out.get(stream, Ranges())
 
-    def run(self, ended: Ended, excused: Excused = nothing) -> None:
+    def run(self, ended: Ended, excused: Excused = nothing, *, alone: bool = False) -> None:
         """The verdict of a run is true, given the gateway reports that it read.
 
         A run that says "incomplete" has a reason: somebody has harmed an object, it could not be read, it
-        came after the run had begun, or `excused` says that the gateway has dropped or lost the number,
-        whether it has reported that or not.
+        came after the run had begun, and was passed over by another one (not if the run was `alone`), or
+        `excused` says that the gateway has dropped or lost the number, whether it has reported that or not.
+        It says something of each number that a gateway has and the table lacks.
         """
         if ended.summary is None:
             return
@@ -356,7 +389,9 @@ class CloudCheck:
         claims = dict(_claims(ended.reports))
         # not in its listing, but perhaps in that of another run, which has skipped it and taken later ones
         came = {self._relative(each.key) for each in self.bucket.log[since:] if each.what == "put"}
-        ever = self._harmed(0)  # a refused object that was put back is known until a run has read it again
+        came = set() if alone else came
+        # a refused object that was put back, or harmed again, is known until a run has read it again
+        ever = {self._relative(each.key) for each in self.bucket.log if each.what.endswith("by somebody")}
         for document in report.refused:
             if document["key"] not in ever:
                 raise CloudError(f"{document} was refused, and nobody has harmed it")
@@ -386,11 +421,23 @@ class CloudCheck:
                         or (hole.kind == "waiting" and not pending)
                     ):
                         raise CloudError(f"{stream}: {number} is called {hole.kind}, and is not: {hole}")
+            if claim is not None:
+                self._all_is_said(stream, claim, found.holes)
         if report.complete:
             for stream, claim in claims.items():
                 self._complete(stream, claim)
         elif report.streams and not any(map(report.total, ("missing", "quarantined", "unreadable"))):
             raise CloudError("a run says that something is missing, and not what")
+
+    def _all_is_said(self, stream: StreamId, claim: _Claim, holes: Sequence[Hole]) -> None:
+        """A verdict has each number that the gateway has and the table lacks, but for those left out."""
+        said = self._left_out(stream).copy()
+        for hole in holes:
+            if hole.number is None:
+                said.add(hole.first, hole.last)
+        absent = self.numbers.get(stream, Ranges()).missing(0, claim.newest)
+        if unsaid := [rest for pair in absent for rest in said.missing(*pair)]:
+            raise CloudError(f"{stream}: the table lacks {unsaid}, and the verdict says nothing of them")
 
     def _complete(self, stream: StreamId, claim: _Claim) -> None:
         """All that the gateway says it has uploaded is in the table."""

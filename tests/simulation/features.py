@@ -89,6 +89,11 @@ class Features:
     def member(self, number: int) -> None:
         self._toggle(self.world.members[number])
 
+    def members(self, here: bool) -> None:
+        for who in self.world.members:
+            if who.away == here:
+                self._toggle(who)
+
     def _toggle(self, who: Client) -> None:
         if who.away:
             who.start()
@@ -106,6 +111,9 @@ class Features:
         world.checks.exports.start_over("kin", share)
 
     # -- the lake
+
+    def query(self) -> None:
+        self.world.checks.lake.query.trigger()
 
     def prune(self) -> None:
         self.world.checks.lake.tend()

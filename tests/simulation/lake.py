@@ -1,30 +1,31 @@
 """Runs of the ingest job and of its operators' commands in a world, and what must be true after each.
 
 What a run may meet between any two of its steps: the gateway goes on, another run begins and ends, somebody
-harms an object that has been listed.
+harms an object that has been listed, or tends the table. Mostly little happens there. But some moments last,
+where a run begins to do something else: enough for messages to come, to be uploaded and reported.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from botocore.exceptions import BotoCoreError, ClientError
 from pyspark.sql.types import StructType
 
-from bridge.ingest.errors import CommitConflict, IngestError
 from bridge.ingest.source import ObjectReader
 from bridge.ingest.state import load_state
 from bridge.ingest.upkeep import accept, prune
 from bridge.objectkeys import parse_key, report_key
 
-from .cloud import CloudCheck, CloudError, Ended, RunFaults, absent, ingest_run
+from .cloud import CloudCheck, CloudError, Ended, RunFaults, absent, ingest_run, tend
+from .query import Query
 
 if TYPE_CHECKING:
     from .checks import Checks
     from .world import World
 
 AT_ONCE = 2  # runs
+LASTS = 0.07  # of the moments of a run, so many last
 LATE = 3  # messages of the stream late
 READ = StructType().add("stream", "string").add("epoch", "string").add("sequence_number", "long")
 
@@ -35,7 +36,9 @@ class LakeChecks:
     def __init__(self, world: World, checks: Checks) -> None:
         self.world, self._checks, self._random = world, checks, world.cloud_random
         self.cloud = CloudCheck(world.bucket, world.table, checks.appended, left_out=checks.left_out)
+        self.query = Query(world, checks)
         self._running = 0
+        self._begun = 0  # runs
         self._used = False
 
     # -- runs
@@ -46,17 +49,33 @@ class LakeChecks:
             return
         self._running += 1
         self._used = True
+        self._begun += 1
+        number = self._begun
         faults = RunFaults(0.002, 0.005, 0.002, 0.002, 0.05, unanswered=0.2)
         try:
-            self._is_right(self._run(faults=faults, full_every=self._random.choice((0, 0, 20))))
+            ended = self._run(faults=faults, full_every=self._random.choice((0, 0, 20)))
+            self._is_right(ended, alone=self._begun == number)
         finally:
             self._running -= 1
 
     def _run(self, **options: Any) -> Ended:
-        world = self.world
-        return ingest_run(world.bucket, world.table, self._random, self._meanwhile, **options)
+        world, last = self.world, ""
 
-    def _meanwhile(self, point: str) -> None:
+        def meanwhile(point: str) -> None:
+            nonlocal last
+            before, last = last, _kind(point)
+            if self._running > 1:
+                return
+            if last == "commit again" and self._random.random() < 0.6:  # it takes long to be given up
+                self._long_meanwhile(("run", "run", "run, and tend"))
+            elif last != before and self._random.random() < LASTS:
+                self._long_meanwhile(("run", "run", "run", "tend", "tend", "harm", ""))
+            else:
+                self._meanwhile()
+
+        return ingest_run(world.bucket, world.table, self._random, meanwhile, **options)
+
+    def _meanwhile(self) -> None:
         drawn = self._random.random()
         if drawn < 0.05:
             self.world.kernel.pass_time(self._random.random() * 0.05)
@@ -64,21 +83,30 @@ class LakeChecks:
             self.world.harm(self._random.choice(("delete", "delete", "damage")))
         elif drawn < 0.07:
             self.ingest()
-        elif point == "commit again" and drawn < 0.6:  # the answer took long to be given up
-            self._publish("safe", 1)
-            self.world.kernel.pass_time(1.0)
+
+    def _long_meanwhile(self, then: Sequence[str]) -> None:
+        """Messages come and are uploaded; then another run begins and ends, or somebody does something."""
+        what = self._random.choice(then)
+        self.world.ensure()
+        self._publish(self._random.choice(("safe", "safe", "plain")), self._random.choice((1, 3)))
+        self.world.kernel.pass_time(1.0 + self._random.random() * 0.5)
+        if "run" in what:
             self.ingest()
+        if "tend" in what:
+            self.tend()
+        if "harm" in what:
+            self.world.harm(self._random.choice(("delete", "damage")))
 
     def _publish(self, family: str, number: int) -> None:
         device = self.world.devices[0]
         for _ in range(number):
             device.publish(f"{family}/0", f"{device.name} {len(device.messages)} for the lake".encode(), 1)
 
-    def _is_right(self, ended: Ended) -> None:
+    def _is_right(self, ended: Ended, *, alone: bool) -> None:
         try:
             self.cloud.table()
             if self._running == 1:  # what else happened is known to the outer one alone
-                self.cloud.run(ended, self._lost_at_gateway)
+                self.cloud.run(ended, self._lost_at_gateway, alone=alone)
         except CloudError as error:
             self._checks.broken(f"the table: {error}")
 
@@ -96,12 +124,19 @@ class LakeChecks:
     def at_rest(self) -> None:
         """Nothing fails any more: the table gets everything. Not in all worlds, which saves time."""
         world, checks = self.world, self._checks
-        if not (self._used or world.plan.replaced or world.export_starts or world.plan.seed % 3 == 0):
+        if not (
+            self._used
+            or self.query.used
+            or world.plan.replaced
+            or world.export_starts
+            or world.plan.seed % 3 == 0
+        ):
             return
         for key in sorted(world.bucket.harmed):
             world.bucket.upload_again(key)
         self._running = 1
-        self._is_right(ingest_run(world.bucket, world.table, self._random, retry_quarantined=True))
+        ended = ingest_run(world.bucket, world.table, self._random, retry_quarantined=True)
+        self._is_right(ended, alone=True)
         self._running = 0
         rows = {
             ("g", name, checks.epochs[name], number): payload
@@ -114,6 +149,7 @@ class LakeChecks:
             checks.broken(f"the table: {error}")
         if world.export_starts:
             self._read_at_once()
+        self.query.at_rest()
 
     def _read_at_once(self) -> None:
         """A DataFrame over the landing prefix has each number once, however the objects overlap."""
@@ -138,29 +174,34 @@ class LakeChecks:
     # -- upkeep
 
     def tend(self) -> None:
-        """An operator prunes the landing prefix, or merges small files and expires old versions."""
-        if self._running or self._checks.lied or self.world.table.schema is None:
+        """An operator prunes the landing prefix, or merges small files, or expires old versions.
+
+        While a run is under way, files of the last day stay: they may be those of the run.
+        """
+        if self._checks.lied or self.world.table.schema is None:
             return
-        sink = self.world.table.sink()
+        days = 1 if self._running else 0
         try:
             match self._random.randrange(3):
                 case 0:
-                    with suppress(CommitConflict):
-                        sink.compact(None)
+                    self._work(lambda place, sink, tasks: sink.compact(tasks))
                 case 1:
-                    sink.expire(0)
+                    self._work(lambda place, sink, tasks: sink.expire(days))
                 case _:
                     self._prune()
             self.cloud.table()
         except CloudError as error:
             self._checks.broken(f"the table: {error}")
 
+    def _work(self, work: Callable[[Any, Any, Any], Any]) -> None:
+        tend(self.world.bucket, self.world.table, self._random, RunFaults(killed=0.01, failed=0.002), work)
+
     def _prune(self) -> None:
-        bucket, sink = self.world.bucket, self._sink()
+        bucket = self.world.bucket
         before = {key: bucket.objects[key].etag for key in bucket.keys}
-        refused = load_state(sink).quarantine.keys()
-        with suppress(IngestError, BotoCoreError, ClientError):
-            prune(bucket.place(), sink, 0, dry_run=False, trust_state=False)
+        refused = load_state(self._sink()).quarantine.keys()
+        self._work(lambda place, sink, tasks: prune(place, sink, 0, dry_run=False, trust_state=False))
+        self.cloud.table()
         for key in before.keys() - bucket.objects.keys():
             name = parse_key(key)
             if name is None or (key, before[key]) in refused:
@@ -215,3 +256,9 @@ class LakeChecks:
         if report.complete and found:
             self._checks.broken(f"a verdict says complete, and {found} is missing")
         return found
+
+
+def _kind(point: str) -> str:
+    """What a run does at a point: the request or call, and the first folder of a key."""
+    verb, _, key = point.partition(" ")
+    return point if verb == "commit" else f"{verb} {key.partition('/')[0].partition('=')[0]}"

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 from .deck import dealt
+from .lake_scenes import lake_scene
 from .scenes import TRIED, copy
+from .shared_scenes import shared_scene
 from .steps import Step
 
 DEVICES = 3
@@ -53,6 +55,11 @@ class Plan:
     def frugal(self) -> int:
         """The device that always takes the lowest packet id, as small clients do."""
         return -self.seed % DEVICES
+
+    @property
+    def iceberg(self) -> bool:
+        """Whether the table is one of Iceberg."""
+        return self.seed % 2 == 1
 
     @property
     def age(self) -> int:
@@ -105,13 +112,16 @@ def draw(seed: int, steps: int = 30, scenes: int = 10) -> Plan:
         at = random.randrange(len(plan.steps) + 1)
         play = copy if plan.restored and not number else scene
         plan.steps[at:at] = [Step("mend"), *play(plan, random, random.randrange(DEVICES))]
+    for more in (lake_scene(plan), shared_scene(plan)):
+        at = random.randrange(len(plan.steps) + 1)
+        plan.steps[at:at] = more
     return plan
 
 
 TROUBLES = {
     "drop": 4, "leave": 2, "subscriber": 2, "stop": 1, "worker": 3, "link": 2, "faults": 2, "late": 2,
     "syncs": 3, "refuse": 2, "full": 1, "clock": 1, "revoke": 2, "update": 2, "passwords": 1, "append": 6,
-    "ingest": 2, "purge": 2, "fill": 3, "harm": 0.5, "lie": 1, "drain": 2, "repeat": 3, "off": 3, "pause": 3,
+    "ingest": 1, "purge": 2, "fill": 3, "harm": 0.5, "lie": 1, "drain": 2, "repeat": 3, "off": 3, "pause": 3,
     "retain": 3, "room": 3, "span": 4, "recreate": 2, "ntp": 1, "slow": 1, "attempt": 1, "prune": 0.5,
     "redefine": 0.5, "hire": 1.5, "member": 1.5,
 }  # fmt: skip

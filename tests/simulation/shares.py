@@ -61,16 +61,19 @@ class ShareChecks:
                 and not self._sessions.lost(message.acked)
             ):
                 self._checks.broken(f"no member of the shared subscription got {message.payload!r}")
-        if not (world.cuts or world.revoked_once):
+        if not world.revoked_once:
             self._prefers_those_who_are_there()
 
     def _prefers_those_who_are_there(self) -> None:
         here, gone = self.world.members
+        since = max(self.world.cuts, default=-1.0) + 0.5
         for one, other in ((here, gone), (gone, here)):
             early = {each.payload for each in other.got}
             for at, _, payload, _ in one.got:
                 message = self._checks.message(payload)
                 if message is None or payload in early or message.acked is None or len(message.sent) > 1:
+                    continue
+                if message.sent[0] < since:
                     continue
                 came = max((span[0] for span in one.spans if span[0] <= at), default=at)
                 was_away = all(not (a < came and b > message.sent[0] - 0.1) for a, b in one.spans)

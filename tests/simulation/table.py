@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -54,6 +55,10 @@ class Table:
     def now(self) -> Version:
         """What a reader sees."""
         return self.versions[-1]
+
+    def needed(self) -> set[str]:
+        """The keys of what a version of the table uses that has not expired."""
+        return {f"{self.name}/{file.path}" for version in self.versions for file in version.files}
 
     def sink(self, at: At = nowhere) -> TableSink:
         """Open the table; `at` is called before each step."""
@@ -131,19 +136,10 @@ class TableSink:
         """Make a version of the files kept and added."""
         table = self.memory
         for file in files:
-            self._check_bounds(file)
+            check_bounds(table, file)
         table.commits += 1
         new = [LiveFile(file.path, file.day, file.size, file.rows, table.commits) for file in files]
         table.versions.append(Version(int(table.bucket.now() * 1000), pointer, (*kept, *new)))
-
-    def _check_bounds(self, file: DataFile) -> None:
-        """Raises AssertionError if a reader would skip rows of a file because of its bounds."""
-        rows = self.memory.content(file.path, [name for name in STATISTICS if name in file.bounds])
-        for name, (low, high) in file.bounds.items():
-            values = rows[name].cast(pa.int64()) if name == "ingest_time" else rows[name]
-            ends = pc.min_max(values).as_py()
-            assert low <= ends["min"], (file.path, name, low, ends)
-            assert ends["max"] <= high, (file.path, name, high, ends)
 
     def files(self) -> list[LiveFile]:
         self.at("files")
@@ -208,3 +204,13 @@ class TableSink:
 def table_time(table: Table) -> float:
     """Unix time in ms."""
     return table.bucket.now() * 1000
+
+
+def check_bounds(table: Any, file: DataFile) -> None:
+    """Raises AssertionError if a reader would skip rows of a file of a table because of its bounds."""
+    rows = table.content(file.path, [name for name in STATISTICS if name in file.bounds])
+    for name, (low, high) in file.bounds.items():
+        values = rows[name].cast(pa.int64()) if name == "ingest_time" else rows[name]
+        ends = pc.min_max(values).as_py()
+        assert low <= ends["min"], (file.path, name, low, ends)
+        assert ends["max"] <= high, (file.path, name, high, ends)

@@ -396,7 +396,8 @@ def test_what_goes_ahead_after_the_reports_were_read_and_before_the_listing_leav
 def test_a_seed_gives_the_same_world_again() -> None:
     def story() -> object:
         world, _ = played(11, 400)
-        ends = [(str(run.error), run.since, sorted(run.reports)) for run in world.runs]
+        # names of states and files are drawn elsewhere: a kill says at which it came
+        ends = [(str(run.error).partition(" ")[0], run.since, sorted(run.reports)) for run in world.runs]
         return world.bucket.log, ends, world.check.rows, world.table.commits
 
     assert story() == story()

@@ -3,7 +3,8 @@
 * A message that was delivered to a worker is delivered to nobody before its deadline, unless that worker
   has given it back; one whose acknowledgement was answered never again.
 * A number stands for one message. Its deliveries are counted: each that was seen, and at most those more
-  whose answer was lost on the way; one that the gateway could not save does not count.
+  whose answer was lost on the way since the last one. One that the gateway could not save does not count,
+  unless the gateway ends before it can: what the disk has refused to sync may be there then.
 * Once all faults have ended, every message that a device got acknowledged was acknowledged by a worker.
 """
 
@@ -37,6 +38,7 @@ class Delivered:
     count: int
     given_back: bool = False
     done: float | None = None  # when an acknowledgement was answered
+    more: int = 0  # deliveries until then that nobody has seen
 
 
 class Worker(Asker):
@@ -68,6 +70,8 @@ class Worker(Asker):
         def done(answer: dict[str, Any]) -> None:
             self.fetching = False
             self.served()
+            if answer.get("status"):
+                self._truth.unsaved.append(self.kernel.now)
             for row in answer.get("messages", ()):
                 number, payload = row["sequenceNumber"], base64.b64decode(row.get("payload", ""))
                 self._truth.delivered(self.name, number, payload, row["deliveries"], asked)
@@ -115,6 +119,7 @@ class ConsumerChecks:
         self.latest: dict[int, Delivered] = {}  # by number
         self.done: set[bytes] = set()  # payloads whose acknowledgement was sent
         self.unanswered = 0  # fetches
+        self.unsaved: list[float] = []  # when a fetch was refused
         self._given_back: dict[tuple[str, int], float] = {}  # when, by worker and number
         self.ends = False  # from now on everything is acknowledged at once
 
@@ -122,11 +127,6 @@ class ConsumerChecks:
     def _unsure(self) -> bool:
         """Whether a step of the clock passes for time in which the machine was off."""
         return bool(self.world.cuts) and self.checks.clocked
-
-    @property
-    def _on_the_way(self) -> int:
-        """How many deliveries of a message nobody may have seen yet, or ever."""
-        return self.unanswered + sum(worker.fetching for worker in self.world.workers)
 
     def delivered(self, worker: str, number: int, payload: bytes, count: int, asked: float) -> None:
         """A fetch was answered."""
@@ -136,13 +136,13 @@ class ConsumerChecks:
         back = self._given_back.get((worker, number), -1.0) >= asked
         if before is not None and back and count < before.count:
             return  # the answer to who has got it since was faster
-        self.latest[number] = Delivered(payload, worker, asked, count, back)
+        self.latest[number] = Delivered(payload, worker, asked, count, back, more=self._unseen())
         if checks.lied or checks.over:
             return
         if checks.message(payload) is None:
             checks.broken(f"work: a worker got number {number}, which was never sent: {payload!r}")
         if before is None:
-            if count > 1 + self._on_the_way:
+            if count > 1 + self._unseen() + self._under_way():
                 checks.broken(f"work: number {number} comes for the first time, and says it is time {count}")
             return
         if before.payload != payload:
@@ -154,8 +154,16 @@ class ConsumerChecks:
                 f"work: number {number} is delivered to {worker}, and {before.worker} has it since "
                 f"{now - before.asked:.3f} s"
             )
-        if not before.count < count <= before.count + 1 + self._on_the_way:
+        if not before.count < count <= before.count + 1 + self._unseen() - before.more + self._under_way():
             checks.broken(f"work: the delivery of number {number} after number {before.count} is {count}")
+
+    def _under_way(self) -> int:
+        """How many fetches have no answer yet: each may have a delivery of its own."""
+        return sum(worker.fetching for worker in self.world.workers)
+
+    def _unseen(self) -> int:
+        """How many deliveries of one message may count that no worker has seen."""
+        return self.unanswered + sum(at < self.world.starts[-1] for at in self.unsaved)
 
     def given_back(self, worker: str, number: int) -> None:
         """A worker is about to give a message back: who has it can, and after a start anybody."""

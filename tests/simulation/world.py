@@ -26,7 +26,6 @@ from .kernel import Kernel, Process
 from .plan import DEVICES, Plan
 from .steps import Step
 
-WALL = 1_790_000_000.0
 QUIET = 120.0  # s of simulated time in which everything must settle
 TERM, HUP = 15, 1
 SESSION = 60  # s that the subscriber's session outlives its connection, with MQTT 5
@@ -42,14 +41,16 @@ def prepare() -> None:
     MACHINE.entropy = Random(0)
     import pandas  # noqa: F401 - pyarrow imports it at its first use, a second of each world
 
-    from . import checks, cloud, features, product, requests, table  # noqa: F401
+    from . import checks, cloud, features, iceberg, product, requests, table  # noqa: F401
+
+    iceberg.install()
 
 
 class World:
     """What one plan becomes."""
 
     def __init__(self, plan: Plan, place: Path) -> None:
-        from . import checks, cloud, features, product, requests, shares, table, workers
+        from . import checks, cloud, features, iceberg, product, requests, shares, table, workers
 
         self.plan, self.place = plan, place
         seed = plan.seed
@@ -76,7 +77,7 @@ class World:
         self.disk.on_trouble = lambda path: self.troubles.append((self.kernel.now, path))
         self.bucket = cloud.Bucket(Random(f"bucket {seed}"), lambda: boundary.wall_ns() / 1e9)
         self.lake = cloud.Bucket(Random(f"lake {seed}"), lambda: boundary.wall_ns() / 1e9, name="lake")
-        self.table = table.Table(self.lake)
+        self.table = iceberg.Iceberg(self.lake) if plan.iceberg else table.Table(self.lake)
         self.kinesis = product.Kinesis(self, Random(f"kinesis {seed}"))
         self.process: Process | None = None
         self.service: Any = None
@@ -366,11 +367,11 @@ class World:
     def _set_clock(self) -> None:
         """A boot: without NTP from the start, the wall clock begins in 1970 as often as not."""
         right = self.plan.ntp or self.random.random() < 0.5
-        MACHINE.wall, MACHINE.synchronised = WALL if right else 0.0, right
+        MACHINE.wall, MACHINE.synchronised = boundary.CLOUD if right else 0.0, right
 
     def _do_ntp(self) -> None:
         if not MACHINE.synchronised:
-            MACHINE.wall, MACHINE.synchronised = WALL, True
+            MACHINE.wall, MACHINE.synchronised = boundary.CLOUD, True
 
     def _do_recreate(self) -> None:
         self.checks.recreate()
@@ -549,16 +550,17 @@ class World:
         self.harm(how)
 
     def harm(self, how: str) -> None:
-        """Somebody deletes, damages or tears an object."""
+        """Somebody deletes, damages or tears an object: any, or one that is the first of its stream."""
         data = [key for key in self.bucket.keys if key.startswith("gateway=")]
+        firsts = list({key.partition("/epoch=")[0]: key for key in reversed(data)}.values())
         if data:
-            key = self.random.choice(data)
+            key = self.random.choice(self.random.choice((data, firsts)))
             if key not in self.bucket.harmed:
                 getattr(self.bucket, how)(key)
 
     def advance_clock(self) -> None:
         """The wall clock is later than it ever was."""
-        MACHINE.wall, MACHINE.synchronised = WALL + 10 * 365 * 86_400, True
+        MACHINE.wall, MACHINE.synchronised = boundary.CLOUD + 10 * 365 * 86_400, True
 
     def replace_disk(self) -> None:
         """The gateway ends, and begins on an empty disk."""
