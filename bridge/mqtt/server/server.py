@@ -131,7 +131,7 @@ class Server:
     def _check(self, conn: Member) -> None:
         """Take its proof from a client that its listener would not admit again as the same user."""
         session, endpoint = conn.session, conn.endpoint
-        if session is None:
+        if session is None or conn.gone:
             return
         if is_of_certificate(session.proof):
             found = endpoint.listener.access.certified(conn.transport.get_extra_info("ssl_object"))
