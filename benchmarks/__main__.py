@@ -29,6 +29,7 @@ HERE = Path(__file__).parent
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "streams": ("--seconds", "0.3", "--backlogs", "1,100,1000,10000"),
     "ingest": ("--rounds", "5", "--seconds", "0.5"),
+    "fanin": (),
     "stages": ("--rounds", "3"),
     "encryption": ("--rounds", "9", "--seconds", "0.7"),
     "copies": (),

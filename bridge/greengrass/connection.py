@@ -122,7 +122,7 @@ class Connection(Flow):
             self._timer.cancel()
             if self._front.too_much(self, len(self._buffer)):
                 self.end("too many bytes of unfinished frames")
-            elif (self._buffer or self._skip) and not self._holds:
+            elif (self._buffer or self._skip) and not self.holds:
                 stalled = self._front.bounds.stalled
                 self._timer = self._loop.call_later(
                     stalled, self.end, "no byte of an unfinished frame in time"
@@ -173,7 +173,7 @@ class Connection(Flow):
             if self._phase is Phase.NEW and buffer and buffer[0] != wire.CONNECT_VERSION:
                 self._refuse("", ResponseStatus.UNSUPPORTED_CONNECT_VERSION, f"connect version {buffer[0]}")
                 return
-            while self._phase is not Phase.ENDING and not self._holds:
+            while self._phase is not Phase.ENDING and not self.holds:
                 if self._skip and (pos := self._discard_frame(pos)) == len(buffer):
                     return
                 at = pos + (self._phase is Phase.NEW)
@@ -290,7 +290,7 @@ class Connection(Flow):
 
     def _watch(self) -> None:
         """Disconnect a client that is silent for too long and has no request under way."""
-        busy = self._reads or self._appends or self._holds
+        busy = self._reads or self._appends or self.holds
         left = self._front.idle_timeout - (0.0 if busy else self._loop.time() - self._heard)
         if left > 0:
             self._silence = self._loop.call_later(left, self._watch)

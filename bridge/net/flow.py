@@ -23,16 +23,16 @@ QUIET = 1.0  # seconds of silence after our FIN until the connection is closed
 class Flow(asyncio.Protocol):
     """The base of a connection. A subclass sets `transport` and `_timer` when the connection is made.
 
-    `_timer` ends the current phase of the connection. The code that handles packets reads `_holds` directly,
+    `_timer` ends the current phase of the connection. The code that handles packets reads `holds` directly,
     which saves a call per packet.
     """
 
-    __slots__ = ("_holds", "_over", "_timer", "transport")
+    __slots__ = ("_over", "_timer", "holds", "transport")
     transport: asyncio.Transport
     _timer: Timer
 
     def __init__(self) -> None:
-        self._holds: set[str] = set()
+        self.holds: set[str] = set()
         self._over = 0.0  # after our FIN: the loop's time at which the connection is closed in any case
 
     # -- reading ------------------------------------------------------------
@@ -41,19 +41,19 @@ class Flow(asyncio.Protocol):
         """Stop reading until `release` has been called for every reason."""
         if self._over:
             return
-        if not self._holds and not self.transport.is_closing():
+        if not self.holds and not self.transport.is_closing():
             self.transport.pause_reading()
-        self._holds.add(why)
+        self.holds.add(why)
 
     def release(self, why: str) -> None:
         """Continue, if this was the last hold."""
-        if why not in self._holds:
+        if why not in self.holds:
             return
-        self._holds.discard(why)
-        if self._holds or self._over:
+        self.holds.discard(why)
+        if self.holds or self._over:
             return
         self.proceed()
-        if not self._holds and not self.transport.is_closing():
+        if not self.holds and not self.transport.is_closing():
             self.transport.resume_reading()
 
     def proceed(self) -> None:
@@ -84,7 +84,7 @@ class Flow(asyncio.Protocol):
             return
         with contextlib.suppress(OSError):  # the peer may just have disconnected
             self.transport.write_eof()
-        if self._holds:
+        if self.holds:
             self.transport.resume_reading()
         self.discard()
 

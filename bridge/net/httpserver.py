@@ -283,7 +283,7 @@ class HttpConnection(Flow):
         self._unread += data
         if self._awaited is not None:
             self._server.guests.keep(self, self.address, len(self._unread))
-        if not self._holds:
+        if not self.holds:
             self.proceed()
 
     def dismiss(self) -> None:

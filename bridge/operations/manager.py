@@ -202,6 +202,10 @@ class StreamManager:
         """Whether too much is pending for the disk: front ends stop reading from publishers."""
         return self.store.committer.under_pressure
 
+    def gather(self, do: Callable[[], None]) -> None:
+        """Call `do`, and commit at once what it appends: it has all that there is for now."""
+        self.store.committer.gather(do)
+
     # -- bindings --------------------------------------------------------------------------------
     def bound(self, topic: str) -> tuple[Stream | Refusal, ...]:
         """The streams that a message on `topic` is appended to. Callers cache it per topic.

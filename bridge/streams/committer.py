@@ -45,6 +45,7 @@ class Committer:
         """`streams` are all streams of the store."""
         self._on_event, self._streams, self._runtime = on_event, streams, runtime
         self._dirty: list[Stream] = []
+        self._gathering = False  # `gather` commits what is scheduled now
         self._flights = 0  # groups in worker threads
         self._pending_bytes: dict[Stream, int] = {}
         self._total = 0
@@ -59,9 +60,19 @@ class Committer:
     # -- commits ---------------------------------------------------------------------------------
     def schedule(self, stream: Stream) -> None:
         """Commit a stream's pending group in this turn of the event loop."""
-        if not self._dirty:
+        if not self._dirty and not self._gathering:
             self._runtime.soon(self._run)
         self._dirty.append(stream)
+
+    def gather(self, do: Callable[[], None]) -> None:
+        """Call `do`, and commit at once what it appends: it has all that there is for now."""
+        self._gathering = True
+        try:
+            do()
+        finally:
+            self._gathering = False
+            if self._dirty:
+                self._run()
 
     def _run(self) -> None:
         dirty, self._dirty = self._dirty, []

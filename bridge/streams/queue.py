@@ -63,7 +63,7 @@ class CommitQueue:
         self.flight_size = 0
         self._schedule, self.scheduled = schedule, False
         self._waiters, self._committing = list[Waiter](), list[Waiter]()
-        self._released = asyncio.Event()  # set for an instant
+        self._released: asyncio.Event | None = None  # set for an instant; None: nobody waits for it
 
     @property
     def size(self) -> int:
@@ -126,10 +126,13 @@ class CommitQueue:
     async def idle(self) -> None:
         """Wait until no group is in flight."""
         while self.busy:
+            if self._released is None:
+                self._released = asyncio.Event()
             await self._released.wait()
 
     def release(self) -> None:
         """Nothing is in flight any more: wake `idle`."""
         self.busy = False
-        self._released.set()
-        self._released.clear()
+        if self._released is not None:
+            self._released.set()
+            self._released = None

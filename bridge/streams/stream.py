@@ -337,8 +337,9 @@ class Stream(Contents):
             return None
         while True:
             try:
-                if self.settings.overwrite:
-                    self._drop_segments(segment_limits.make_room(self, group.size + self._framing))
+                needed = group.size + self._framing
+                if self.log.total_bytes + needed > self.meta.settings.max_size and self.settings.overwrite:
+                    self._drop_segments(segment_limits.make_room(self, needed))
                 staged = self._stage(group)
                 break
             except OSError as error:

@@ -156,6 +156,9 @@ class Streams:
     def bound(self, topic: str) -> tuple[Stream, ...]:
         return tuple(one for one in self.definitions.values() if matches(one.topic, topic))
 
+    def gather(self, do: Callable[[], None]) -> None:
+        do()
+
     def wants_client(self, name: str) -> bool:
         return False
 
@@ -220,6 +223,7 @@ class Wire:
         for start in range(0, len(data), size):
             if not self.transport.closed:
                 self.connection.data_received(data[start : start + size])
+                self._world.server.connections.reads.run()  # as at the end of a turn
 
     def got(self) -> bytes:
         """What has come since the last call, once everything that is due has been done."""

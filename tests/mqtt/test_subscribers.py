@@ -382,7 +382,7 @@ async def test_many_filters_and_retained_messages_keep_nobody_else_waiting(bridg
     assert session.line is not None
     for _ in range(10):
         assert await other.alive()
-        assert session.line._holds, "it is still being looked at"
+        assert session.line.holds, "it is still being looked at"
     assert await subscriber.silent()
 
 

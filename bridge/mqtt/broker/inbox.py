@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
 
 from bridge.errors import (
     InvalidRequest,
@@ -36,7 +38,7 @@ from bridge.mqtt.wire.packets import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from bridge.mqtt.broker.journal import Journal
     from bridge.mqtt.broker.line import Line
@@ -95,6 +97,48 @@ class Batch:
         self.inbox.settle()
 
 
+class Lot:
+    """The messages of many connections for one stream that were read in one turn: one `Single` of each."""
+
+    __slots__ = ("_inboxes", "error", "waiting")
+
+    def __init__(self) -> None:
+        self._inboxes: list[Inbox] = []
+        self.waiting = 1
+        self.error: StreamError | None = None
+
+    def add(self, inbox: Inbox, ack: bytes) -> None:
+        """A connection's read was one message for the stream; it is answered with this."""
+        inbox.add(Single(self, ack))
+        self._inboxes.append(inbox)
+
+    def committed(self, error: StreamError | None) -> None:
+        """They are committed, or have failed to be."""
+        self.waiting, self.error = 0, error
+        for inbox in self._inboxes:
+            if error is not None:
+                inbox.line.hold("failed")
+            inbox.settle()
+
+
+class Single(msgspec.Struct, gc=False):
+    """The `Batch` of a read that is part of a lot."""
+
+    lot: Lot
+    acks: bytes
+    close: ClassVar[tuple[str, str, int] | None] = None
+    ids: ClassVar[Mapping[int, Mapping[Stream, int]]] = {}
+    failed: ClassVar[frozenset[Committer]] = frozenset()
+
+    @property
+    def waiting(self) -> int:
+        return self.lot.waiting
+
+    @property
+    def error(self) -> StreamError | None:
+        return self.lot.error
+
+
 class Inbox:
     """One connection's batches, and the session that its packets belong to once it has logged in."""
 
@@ -104,7 +148,7 @@ class Inbox:
         self.line: Line = line
         self._journal = journal
         self.session: Session | None = None
-        self._batches: deque[Batch] = deque()
+        self._batches: deque[Batch | Single] = deque()
         self._held = False
         self._at_rest: list[Callable[[], object]] = []
 
@@ -134,7 +178,7 @@ class Inbox:
         touched = batch.touched
         if not touched and not self._batches and batch.close is None:
             if batch.acks:
-                self.line.send(batch.acks)
+                self.line.acknowledge(batch.acks)
             return
         if not batch.acks and batch.close is None:
             return  # QoS 0 alone: no client waits for it
@@ -151,28 +195,41 @@ class Inbox:
         else:
             self.settle()
         if len(self._batches) > UNSENT_BATCHES:
-            self._held = True
-            self.line.hold("commits")
+            self._hold()
+
+    def add(self, single: Single) -> None:
+        """Answer a read once its lot is committed."""
+        self._batches.append(single)
+        if len(self._batches) > UNSENT_BATCHES:
+            self._hold()
+
+    def _hold(self) -> None:
+        self._held = True
+        self.line.hold("commits")
 
     def settle(self) -> None:
         """Send the acknowledgements of all leading batches that are committed, in one write."""
         batches = self._batches
-        last: Batch | None = None
-        acks: bytearray | None = None
+        if len(batches) == 1 and type(single := batches[0]) is Single and single.lot.error is None:
+            if not single.lot.waiting:
+                batches.popleft()
+                self.line.acknowledge(single.acks)
+                if self._at_rest:
+                    self._rest()
+            return
+        last: Batch | Single | None = None
+        acks: list[bytes | bytearray] = []
         while batches and not batches[0].waiting:
             batch = batches.popleft()
             if batch.error is not None:
                 self._forget_ids(batch)
                 last = last or batch
             elif last is None:
-                if acks is None:
-                    acks = batch.acks
-                else:
-                    acks += batch.acks
+                acks.append(batch.acks)
                 if batch.close is not None:
                     last = batch
-        if acks:
-            self.line.send(acks)
+        if joined := b"".join(acks):
+            self.line.acknowledge(joined)
         if last is not None:
             if last.error is not None:
                 why = f"not acknowledged: {last.error}"
@@ -180,12 +237,15 @@ class Inbox:
             elif last.close is not None:
                 self.line.fail(*last.close)
         if not batches and self._at_rest:
-            waiting, self._at_rest = self._at_rest, []
-            for do in waiting:
-                do()
+            self._rest()
         if self._held and len(batches) <= UNSENT_BATCHES // 2:
             self._held = False
             self.line.release("commits")
+
+    def _rest(self) -> None:
+        waiting, self._at_rest = self._at_rest, []
+        for do in waiting:
+            do()
 
     def keep_ids(self, batch: Batch) -> bool:
         """Record the QoS 2 ids of stored messages; returns whether the batch waits for the journal."""
@@ -203,7 +263,7 @@ class Inbox:
             journal.after_commit(batch.committed)
         return session.persistent
 
-    def _forget_ids(self, batch: Batch) -> None:
+    def _forget_ids(self, batch: Batch | Single) -> None:
         # The client will send these messages again. They are no duplicates then, but a stream that has
         # one of them is not to store it twice.
         session = self.session

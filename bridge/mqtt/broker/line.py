@@ -32,8 +32,11 @@ class Line(Protocol):
     def full_of_subscriptions(self, count: int) -> str:
         """Why a client that has `count` topic filters may have no more; empty if it may."""
 
-    def send(self, data: bytes | bytearray) -> None:
-        """Write whole packets; nothing happens if it is gone."""
+    def send(self, data: bytes) -> None:
+        """Write a packet; nothing happens if it is gone."""
+
+    def acknowledge(self, acks: bytes | bytearray) -> None:
+        """Write acknowledgements; nothing happens if it is gone."""
 
     def hold(self, why: str) -> None:
         """Read no further from the client until `release` is called with the same reason."""
@@ -57,8 +60,11 @@ class Gone:
         """Nobody subscribes."""
         return ""
 
-    def send(self, data: bytes | bytearray) -> None:
+    def send(self, data: bytes) -> None:
         """Nothing is sent."""
+
+    def acknowledge(self, acks: bytes | bytearray) -> None:
+        """Nothing is acknowledged."""
 
     def hold(self, why: str) -> None:
         """Nothing is read."""

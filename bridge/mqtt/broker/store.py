@@ -72,6 +72,9 @@ class Store(Protocol):
     def under_pressure(self) -> bool:
         """Whether too much waits for the disk: publishers are to be held."""
 
+    def gather(self, do: Callable[[], None]) -> None:
+        """Call `do`, and commit at once what it appends: it has all that there is for now."""
+
     def wants_client(self, name: str) -> bool:
         """Whether a stream keeps the client id of a message's publisher."""
 

@@ -25,7 +25,7 @@ from bridge.mqtt.broker.inbox import Batch, Inbox
 from bridge.mqtt.broker.outbox import NO_LIMIT
 from bridge.mqtt.server import handshake
 from bridge.mqtt.server.asking import Asking
-from bridge.mqtt.server.states import NEXT, TRANSITIONS, Event, State
+from bridge.mqtt.server.states import CLOSED, NEW, NEXT, OPEN, TRANSITIONS, Event, State
 from bridge.mqtt.wire import answers
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import (
@@ -93,19 +93,20 @@ class Connection(Flow):
     """The server's side of one MQTT connection; the broker sees it as a `Line`."""
 
     __slots__ = (
-        "_connect_size", "_epoch", "_expiry", "_heard", "_meters", "_need", "_prepaid", "_routes", "_slow",
-        "_tail", "address", "address_meters", "aliases", "asking", "bridge", "broker", "claimed",
-        "connections", "endpoint", "expires", "explains", "inbox", "keep_alive", "level", "limit",
-        "max_packet_out", "proxied", "published", "reason", "receipts", "receive_maximum", "requests",
-        "since", "state", "subscribed", "traffic", "user_meters", "who", "writable",
+        "_connect_size", "_expiry", "_need", "_prepaid", "_slow", "address", "address_meters",
+        "aliases", "asking", "bridge", "broker", "claimed", "connections", "endpoint", "epoch",
+        "expires", "explains", "heard", "inbox", "keep_alive", "level", "limit", "max_packet_out",
+        "meters", "proxied", "published", "reads", "reason", "receipts", "receive_maximum", "requests",
+        "routes", "since", "state", "subscribed", "tail", "traffic", "user_meters", "who", "writable",
     )  # fmt: skip
 
     def __init__(self, connections: Connections, endpoint: Endpoint) -> None:
         super().__init__()
         self.connections, self.broker, self.endpoint = connections, connections.broker, endpoint
         self.traffic = connections.traffic
+        self.reads = connections.reads
         self.inbox = Inbox(self, self.broker.journal)
-        self.state = State.NEW
+        self.state: State = NEW
         self.level = V311
         self.proxied = False  # its address is what a proxy said
         self.claimed: tuple[str, str | None] = ("", None)  # client id and user name of its CONNECT
@@ -125,15 +126,15 @@ class Connection(Flow):
         self.who: tuple[str, str | None] = ("", None)  # client id and user, once they are proved
         self.expires = 0.0  # when what it has logged in with expires, Unix time in seconds; 0: never
         self._expiry: Timer | None = None
-        self._tail: bytes | bytearray = b""  # read, not yet handled
+        self.tail: bytes | bytearray = b""  # read, not yet handled
         self._need = 2  # bytes that make the next packet complete
         self._connect_size = 0  # bytes of its CONNECT while the login waits
-        self._routes: dict[bytes, Route] = {}
-        self._epoch = -1
+        self.routes: dict[bytes, Route] = {}
+        self.epoch = -1
         self.address_meters: tuple[Meter[Any], ...] = ()
         self.user_meters: tuple[Meter[Any], ...] = ()
         self.subscribed = 0  # topic filters, as its meters count them
-        self._meters: tuple[Meter[Any], ...] = ()  # those of the above that have a rate, and its own
+        self.meters: tuple[Meter[Any], ...] = ()  # those of the above that have a rate, and its own
         self._prepaid = 0  # bytes of what is not handled yet
         self._slow: Timer | None = None  # until it is read on
 
@@ -153,7 +154,7 @@ class Connection(Flow):
     def slowed(self) -> bool:
         """Whether it, or those with whom it shares a budget, are over the budget."""
         now = self.connections.runtime.now()
-        return any(meter.over is not None and meter.paid > now for meter in self._meters)
+        return any(meter.over is not None and meter.paid > now for meter in self.meters)
 
     @property
     def local(self) -> bool:
@@ -163,7 +164,7 @@ class Connection(Flow):
     @property
     def gone(self) -> bool:
         """Whether it is closed, or is being closed."""
-        return self.state is State.CLOSED or self.transport.is_closing()
+        return self.state is CLOSED or self.transport.is_closing()
 
     # -- the transport calls ------------------------------------------------------------
 
@@ -172,32 +173,36 @@ class Connection(Flow):
         peer = transport.get_extra_info("peername")
         self.address = str(peer[0]) if isinstance(peer, tuple) else "local"
         runtime = self.connections.runtime
-        self._heard = runtime.now()
+        self.heard = runtime.now()
         limits = self.endpoint.listener.limits
         self._timer = runtime.later(limits.connect_timeout / 1000, self._too_slow)
         self.connections.accept(self)
 
     def data_received(self, data: bytes) -> None:
-        if self.state is State.CLOSED:
+        self.reads.add(self, data)
+
+    def read(self, data: bytes) -> None:
+        """Handle what was read from the socket, behind what waits for its rest."""
+        if self.state is CLOSED:
             return
-        self._heard = self.connections.runtime.now()
-        if self._tail:
-            if not isinstance(self._tail, bytearray):
-                self._tail = bytearray(self._tail)
-            self._tail += data  # linear, in however many pieces a big packet arrives
-            if len(self._tail) < self._need or self._holds:
-                if self._meters:
+        if self.tail:
+            if not isinstance(self.tail, bytearray):
+                self.tail = bytearray(self.tail)
+            self.tail += data  # linear, in however many pieces a big packet arrives
+            if len(self.tail) < self._need or self.holds:
+                if self.meters:
                     self._prepay()
-                if self.state is not State.OPEN:
+                if self.state is not OPEN:
                     self._wait()
                 return
-            data, self._tail = bytes(self._tail), b""
+            data, self.tail = bytes(self.tail), b""
         self._work(data)
 
     def eof_received(self) -> bool:
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.reads.run()  # what it has sent before
         self._close(Event.LOST)
         self._timer.cancel()
         if self._slow is not None:
@@ -210,21 +215,24 @@ class Connection(Flow):
 
     def resume_writing(self) -> None:
         self.writable = True
-        if self.session is not None and self.state is State.OPEN:
+        if self.session is not None and self.state is OPEN:
             self.session.outbox.pump()
         if self.writable:
             super().resume_writing()
 
     # -- for the broker and the server ------------------------------------------------------------
 
-    def send(self, data: bytes | bytearray) -> None:
-        """Write to the client, unless the connection is closed or closing."""
-        if self.state is not State.CLOSED and not self.transport.is_closing():
-            if type(data) is bytearray:
-                self.traffic.acknowledged_bytes += len(data)
-            else:
-                self.traffic.count_sent(len(data))
+    def send(self, data: bytes) -> None:
+        """Write a packet to the client, unless the connection is closed or closing."""
+        if self.state is not CLOSED and not self.transport.is_closing():
+            self.traffic.count_sent(len(data))
             self.transport.write(data)
+
+    def acknowledge(self, acks: bytes | bytearray) -> None:
+        """Write acknowledgements to the client, unless the connection is closed or closing."""
+        if self.state is not CLOSED and not self.transport.is_closing():
+            self.traffic.acknowledged_bytes += len(acks)
+            self.transport.write(acks)
 
     def answer(self, data: bytes) -> None:
         """Send an answer of a length that the client determines; close if it does not take that much.
@@ -253,10 +261,10 @@ class Connection(Flow):
         """It has logged in, or there are other budgets: count what it has in its meters."""
         limit = self.endpoint.listener.limits.messages_per_second
         shared = (*self.address_meters, *self.user_meters)
-        self._meters = tuple(meter for meter in shared if meter.has_rate)
+        self.meters = tuple(meter for meter in shared if meter.has_rate)
         if limit:
             own = Budget(name=OWN, per="address", messages_per_second=limit, disconnect_after=0)
-            self._meters += (Meter(own, ""),)
+            self.meters += (Meter(own, ""),)
         self.subscribed = 0
         self._count_subscriptions()
 
@@ -269,7 +277,7 @@ class Connection(Flow):
                 meter.subscriptions += more
 
     def proceed(self) -> None:
-        data, self._tail = bytes(self._tail), b""
+        data, self.tail = bytes(self.tail), b""
         if data:
             self._work(data)
 
@@ -280,17 +288,17 @@ class Connection(Flow):
 
     def listen_for_end(self, yes: bool) -> None:
         """Read on, though nothing is handled, to notice when the client goes before its answer comes."""
-        if self.state is State.CLOSED or self.transport.is_closing():
+        if self.state is CLOSED or self.transport.is_closing():
             return
         if yes:
             self.transport.resume_reading()
-        elif self._holds:
+        elif self.holds:
             self.transport.pause_reading()
 
     def _wait(self) -> None:
         """Before it is logged in, what it has sent counts against a budget for all such clients."""
-        self.connections.guests.keep(self, self.address, self._connect_size + len(self._tail))
-        if len(self._tail) > MAX_CONNECT and self._holds:
+        self.connections.guests.keep(self, self.address, self._connect_size + len(self.tail))
+        if len(self.tail) > MAX_CONNECT and self.holds:
             self.transport.pause_reading()
 
     def opened(self) -> None:
@@ -320,7 +328,7 @@ class Connection(Flow):
     def fail(self, counter: str, why: str, reason: int) -> None:
         """Close, after a DISCONNECT with the reason for an MQTT 5 client."""
         self.reason = reason
-        if self.level == V5 and self.state is State.OPEN and self.max_packet_out >= 4:
+        if self.level == V5 and self.state is OPEN and self.max_packet_out >= 4:
             self.send(answers.disconnect(reason))
         self._close(Event.FAILED, counter, why, linger=True)
 
@@ -343,7 +351,7 @@ class Connection(Flow):
 
         With `linger` it ends with FIN, so that the peer gets our last packets.
         """
-        if self.state is State.CLOSED:
+        if self.state is CLOSED:
             return
         if counter:
             self.broker.reports.closed(self.name, counter, why)
@@ -353,8 +361,8 @@ class Connection(Flow):
             self._expiry.cancel()
         if self.asking is not None:
             self.asking.stop()
-        self._tail = b""
-        self._routes = {}
+        self.tail = b""
+        self.routes = {}
         self.connections.left(self)
         self.broker.close(self.inbox, will=will)
         transport = self.transport
@@ -379,11 +387,11 @@ class Connection(Flow):
             # Every check should have come first; that one did not is no reason to trust the peer.
             self.fail("protocol_errors", repr(error), MALFORMED)
         else:
-            if used < len(data) and self.state is not State.CLOSED:
-                self._tail = data[used:] if used else data
-                if self._meters:
+            if used < len(data) and self.state is not CLOSED:
+                self.tail = data[used:] if used else data
+                if self.meters:
                     self._prepay()
-                if self.state is not State.OPEN:
+                if self.state is not OPEN:
                     self._wait()
 
     def _packets(self, d: bytes) -> int:
@@ -391,18 +399,18 @@ class Connection(Flow):
         shared, broker, state = self.connections, self.broker, self.state
         size, pos, published = len(d), 0, 0
         router, turns = broker.router, broker.turns
-        if self._epoch != router.epoch or len(self._routes) > ROUTES:
-            self._routes, self._epoch = {}, router.epoch
-        routes, limit, v5 = self._routes, self.limit, self.level == V5
+        if self.epoch != router.epoch or len(self.routes) > ROUTES:
+            self.routes, self.epoch = {}, router.epoch
+        routes, limit, v5 = self.routes, self.limit, self.level == V5
         two_bytes = limit > 0x3FFF  # then a length of two bytes cannot be above it
         batch = Batch(self.inbox)
         acks, touched = batch.acks, batch.touched
         last: Committer | None = None
         self._need = 2
-        if state is State.NEW and size and d[0] != CONNECT:
+        if state is NEW and size and d[0] != CONNECT:
             raise ProtocolError("the first packet is not a CONNECT (MQTT-3.1.0-1)")
         try:
-            while size - pos >= 2 and not self._holds:
+            while size - pos >= 2 and not self.holds:
                 head = d[pos]
                 if (length := d[pos + 1]) < 0x80:
                     body = pos + 2
@@ -415,7 +423,7 @@ class Connection(Flow):
                 if end > size:
                     self._need = end - pos
                     break
-                if head & 0xF0 == PUBLISH and state is State.OPEN:
+                if head & 0xF0 == PUBLISH and state is OPEN:
                     if shared.under_pressure:
                         # Only publishers wait: what others acknowledge makes room.
                         self.hold("pressure")
@@ -475,16 +483,16 @@ class Connection(Flow):
                             if qos:
                                 acks += b"\x40\x02"
                                 acks += packet_id
-                elif state is State.OPEN and head & 0xD0 == EXPENSIVE and turns.over:
+                elif state is OPEN and head & 0xD0 == EXPENSIVE and turns.over:
                     turns.wait(self)
                     break
                 else:
                     self.traffic.others += 1
                     self.traffic.other_bytes += end - pos
                     pos = end  # it counts as received, whatever becomes of it
-                    if state is State.OPEN:
+                    if state is OPEN:
                         self._handle(batch, head, d[body:end])
-                        if self.state is State.CLOSED:
+                        if self.state is CLOSED:
                             return size
                     else:
                         self.traffic.connects += 1
@@ -493,13 +501,14 @@ class Connection(Flow):
                         self._connect(d[body:end])
                 pos = end
         finally:
-            broker.counts["received"] += published
             self.published += published
-            self.traffic.received_bytes += pos
+            traffic = self.traffic
+            traffic.published += published
+            traffic.received_bytes += pos
             self.inbox.put(batch)
-            if self._meters:
+            if self.meters:
                 size, self._prepaid = max(pos - self._prepaid, 0), max(self._prepaid - pos, 0)
-                self._pay(published, size)
+                self.pay(published, size)
         return pos
 
     def _route(self, topic: bytes) -> Route | None:
@@ -516,12 +525,12 @@ class Connection(Flow):
                 route = self.broker.denied(session, route, "a plugin refuses it")
                 if not self.asking.holds("publish", route.name):
                     return route
-        self._routes[topic] = route
+        self.routes[topic] = route
         return route
 
     def forget_routes(self) -> None:
         """Look up all routes again."""
-        self._epoch = -1
+        self.epoch = -1
 
     def ask_again(self) -> None:
         """Forget what plugins have said: others may be asked now, or none."""
@@ -647,20 +656,20 @@ class Connection(Flow):
 
     def _prepay(self) -> None:
         """Pay for the bytes of packets that are not complete, or that wait."""
-        size = len(self._tail) - self._prepaid
+        size = len(self.tail) - self._prepaid
         if size > 0:
             self._prepaid += size
-            self._pay(0, size)
+            self.pay(0, size)
 
-    def _pay(self, messages: int, size: int) -> None:
+    def pay(self, messages: int, size: int) -> None:
         """Pay for what was read; read no further as long as a budget is exceeded, or end who exceeds it."""
         now, longest = self.connections.runtime.now(), 0.0
-        for meter in self._meters:
+        for meter in self.meters:
             wait = meter.pay(self, messages, size, now)
             if wait > 0 and meter.key:
                 self._exceeds(meter, now)
             longest = max(longest, wait)
-        if longest > 0 and self.state is State.OPEN:
+        if longest > 0 and self.state is OPEN:
             if self._slow is not None:
                 self._slow.cancel()
             self.hold("rate")
@@ -694,8 +703,8 @@ class Connection(Flow):
 
     def _watch(self) -> None:
         """Enforce the keep-alive (3.1.1 section 3.1.2.10): silent for 1.5 times as long is lost."""
-        left = self._heard + self.keep_alive - self.connections.runtime.now()
-        if self._holds:
+        left = self.heard + self.keep_alive - self.connections.runtime.now()
+        if self.holds:
             left = self.keep_alive  # we do not read, so silence means nothing
         if left > 0:
             self._timer = self.connections.runtime.later(left, self._watch)
@@ -708,7 +717,7 @@ class Connection(Flow):
 _HANDLERS: dict[int | Event, Callable[[Connection, Any, Batch, bytes], None]] = {
     row.on: getattr(Connection, row.handler)
     for row in TRANSITIONS
-    if row.state is State.OPEN and row.handler not in ("", "_packets")
+    if row.state is OPEN and row.handler not in ("", "_packets")
 }
 
 

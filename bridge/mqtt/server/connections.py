@@ -16,7 +16,8 @@ from functools import partial
 from ipaddress import ip_network
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bridge.mqtt.broker.message import LARGE
+from bridge.mqtt.server.reads import Reads
+from bridge.mqtt.server.traffic import Traffic
 from bridge.mqtt.wire.packets import ADMINISTRATIVE_ACTION
 from bridge.net.addresses import is_within
 from bridge.net.budgets import Budget, Budgets, Meter
@@ -86,42 +87,6 @@ class Endpoint:
         return self.address.loopback and not self.listener.proxies
 
 
-class Traffic:
-    """The packets of all clients, and their bytes. What a plain PUBLISH costs here is two additions.
-
-    `others` are received packets besides PUBLISH, `connects` those of them that are CONNECT; `sent_bytes` are
-    all that is sent but acknowledgements.
-    """
-
-    __slots__ = (
-        "_sent", "acknowledged_bytes", "connects", "other_bytes", "others", "received_bytes", "sent_bytes",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.received_bytes = self.other_bytes = self.others = self.connects = 0
-        self.sent_bytes = self.acknowledged_bytes = self._sent = 0
-
-    def count_sent(self, size: int) -> None:
-        """Count a packet, or the payload of one whose head was sent before it."""
-        self.sent_bytes += size
-        self._sent += size <= LARGE
-
-    @property
-    def sent_packets(self) -> int:
-        """How many were sent; an acknowledgement with a reason counts by its length, as more than one."""
-        return self._sent + (self.acknowledged_bytes >> 2)
-
-    @property
-    def all_sent_bytes(self) -> int:
-        """The bytes of everything that was sent."""
-        return self.sent_bytes + self.acknowledged_bytes
-
-    @property
-    def published_bytes(self) -> int:
-        """The bytes of received PUBLISH packets."""
-        return self.received_bytes - self.other_bytes
-
-
 class Member(Protocol):
     """A connection; `connection.Connection` is one."""
 
@@ -175,6 +140,7 @@ class Connections:
         self.config, self.limits, self.broker, self.runtime = config, config.limits, broker, runtime
         self.under_pressure = under_pressure
         self.traffic = Traffic()
+        self.reads = Reads(broker, runtime, self.traffic, self)
         self.open: dict[Member, None] = {}  # in the order in which they came
         self.reading: dict[Member, dict[asyncio.Task[None], None]] = {}  # requests that end with a connection
         self.logging_in: dict[Member, asyncio.Task[None]] = {}
@@ -296,6 +262,7 @@ class Connections:
 
     def end_all_of(self, endpoint: Endpoint, why: str) -> None:
         """End the connections of an address, when all that they have sent is stored and acknowledged."""
+        self.reads.run()
         for conn in [conn for conn in self._expected if conn.endpoint is endpoint]:
             if (task := self.logging_in.get(conn)) is not None:
                 task.cancel()
@@ -358,6 +325,7 @@ class Connections:
         """Everything counted since the start, and what there is now."""
         return {
             **self.broker.counts,
+            "received": self.traffic.published,
             "received_bytes": self.traffic.received_bytes,
             "sent_bytes": self.traffic.all_sent_bytes,
             "connections": len(self.open) + len(self._expected),

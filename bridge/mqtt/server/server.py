@@ -91,6 +91,7 @@ class Server:
         self.connections.stopping = self.broker.stopping = True
         self._systopics.stop()
         self.listeners.close()
+        self.connections.reads.run()
         for conn in list(self.connections.open):
             conn.hold("stop")
         settling = [_settled(conn.inbox) for conn in self.connections.open if conn.inbox.unsettled]

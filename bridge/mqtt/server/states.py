@@ -47,7 +47,8 @@ class Transition(NamedTuple):
     handler: str = ""  # the method of `Connection` that handles the packet
 
 
-_OPEN = State.OPEN
+# The hot path compares with these: until Python 3.12, `State.OPEN` costs 50 ns each time.
+NEW, OPEN, CLOSED = State.NEW, State.OPEN, State.CLOSED
 TRANSITIONS: Final = (
     Transition(State.NEW, CONNECT, "log in", State.CONNECTING, "_connect"),
     Transition(State.NEW, Event.FAILED, "close", State.CLOSED),
@@ -56,17 +57,17 @@ TRANSITIONS: Final = (
     Transition(State.CONNECTING, Event.REFUSED, "CONNACK with the reason", State.CLOSED),
     Transition(State.CONNECTING, Event.FAILED, "close", State.CLOSED),
     Transition(State.CONNECTING, Event.LOST, "end the login", State.CLOSED),
-    Transition(_OPEN, packets.PUBLISH, "store, deliver; answer after the commit", _OPEN, "_packets"),
-    Transition(_OPEN, packets.PUBACK, "forget the message, send the next", _OPEN, "_puback"),
-    Transition(_OPEN, packets.PUBREC, "PUBREL", _OPEN, "_pubrec"),
-    Transition(_OPEN, packets.PUBREL, "free the packet id; PUBCOMP", _OPEN, "_pubrel"),
-    Transition(_OPEN, packets.PUBCOMP, "forget the message, send the next", _OPEN, "_pubcomp"),
-    Transition(_OPEN, packets.SUBSCRIBE, "SUBACK, then what is retained", _OPEN, "_subscribe"),
-    Transition(_OPEN, packets.UNSUBSCRIBE, "UNSUBACK", _OPEN, "_unsubscribe"),
-    Transition(_OPEN, packets.PINGREQ, "PINGRESP", _OPEN, "_pingreq"),
-    Transition(_OPEN, DISCONNECT, "close, without the will", State.CLOSED, "_disconnect"),
-    Transition(_OPEN, Event.FAILED, "DISCONNECT with the reason, the will", State.CLOSED),
-    Transition(_OPEN, Event.LOST, "the will", State.CLOSED),
+    Transition(OPEN, packets.PUBLISH, "store, deliver; answer after the commit", OPEN, "_packets"),
+    Transition(OPEN, packets.PUBACK, "forget the message, send the next", OPEN, "_puback"),
+    Transition(OPEN, packets.PUBREC, "PUBREL", OPEN, "_pubrec"),
+    Transition(OPEN, packets.PUBREL, "free the packet id; PUBCOMP", OPEN, "_pubrel"),
+    Transition(OPEN, packets.PUBCOMP, "forget the message, send the next", OPEN, "_pubcomp"),
+    Transition(OPEN, packets.SUBSCRIBE, "SUBACK, then what is retained", OPEN, "_subscribe"),
+    Transition(OPEN, packets.UNSUBSCRIBE, "UNSUBACK", OPEN, "_unsubscribe"),
+    Transition(OPEN, packets.PINGREQ, "PINGRESP", OPEN, "_pingreq"),
+    Transition(OPEN, DISCONNECT, "close, without the will", State.CLOSED, "_disconnect"),
+    Transition(OPEN, Event.FAILED, "DISCONNECT with the reason, the will", State.CLOSED),
+    Transition(OPEN, Event.LOST, "the will", State.CLOSED),
 )
 
 NEXT: Final = {(row.state, row.on): row.to for row in TRANSITIONS}

@@ -113,10 +113,10 @@ class SysTopics:
         dropped = sum(number for what, number in counts.items() if what.startswith("dropped_"))
         self._most_clients = max(self._most_clients, len(self._broker.sessions))
         return {
-            "messages/received": counts["received"] + traffic.others,
+            "messages/received": traffic.published + traffic.others,
             "messages/sent": traffic.sent_packets,
             "publish/dropped": dropped,
-            "publish/received": counts["received"],
+            "publish/received": traffic.published,
             "publish/sent": counts["delivered"],
             "bytes/received": traffic.received_bytes,
             "bytes/sent": traffic.all_sent_bytes,
