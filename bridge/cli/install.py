@@ -115,6 +115,11 @@ class _Root:
         path = self.path / place
         with self._directory(path) as directory:
             found = _kind(path.name, directory)
+            if found == stat.S_IFLNK and os.readlink(path.name, dir_fd=directory) == os.devnull:
+                raise ConfigError(
+                    f"{path}: the unit is masked, as a removed Debian package leaves it; run `systemctl "
+                    f"unmask {path.name}`, then this again"
+                )
             if found not in (None, stat.S_IFREG):
                 raise ConfigError(f"{path}: this is a link or another special file; remove it")
             new = f".{path.name}.new"

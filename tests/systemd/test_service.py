@@ -164,7 +164,11 @@ def test_install_service_sets_up_what_pip_has_installed(machine: Machine) -> Non
     machine.run("dpkg-deb", "--extract", "/srv/streambridge.deb", "/srv/package")
     machine.run("mv", "/srv/package/opt/streambridge", "/opt/")
     machine.run("rm", "-r", "/etc/streambridge")
-    told = machine.run("/opt/streambridge/bin/streambridge", "install-service")
+    command = "/opt/streambridge/bin/streambridge install-service"
+    masked = machine.run("sh", "-c", f"{command} 2>&1", check=False)
+    assert "systemctl unmask streambridge.service" in masked, "the package that was removed has masked it"
+    machine.run("systemctl", "unmask", "streambridge.service")
+    told = machine.run(*command.split())
     assert "systemctl status streambridge" in told
     assert machine.state("ActiveState") == "active"
     assert machine.state("FragmentPath") == "/etc/systemd/system/streambridge.service"
