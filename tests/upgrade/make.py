@@ -62,7 +62,7 @@ topics = ["scratch/#"]
 persistence = "Memory"
 """
 ROOM = 3  # batches that the destination takes before it is shut
-RECEIVED, RELEASE, COMPLETE = 0x50, 0x62, 0x70
+ACKNOWLEDGED, RECEIVED, RELEASE, COMPLETE = 0x40, 0x50, 0x62, 0x70
 YEARS = 0xFFFFFFF0  # seconds: a session or a message that does not expire
 
 
