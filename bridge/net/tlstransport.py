@@ -6,7 +6,7 @@ the system calls (docs/adr/0030-tls-on-the-socket.md). Here OpenSSL reads and wr
 
 What it promises, as asyncio's transports do:
 * `connection_made` when the handshake is over, `data_received` in order, `connection_lost` once, at the end.
-* `write` keeps what the socket does not take, and tells the protocol to pause above `high` bytes.
+* `write` keeps what the socket does not take, and tells the protocol to pause above `HIGH` bytes.
 * `close` sends what was written and a close_notify, and reads on for a moment: a socket that is closed with
   unread bytes is reset, and the peer would lose our last ones (RFC 9112 section 9.6). `abort` does not.
 * A peer that ends without a close_notify has ended all the same: MQTT and HTTP know where a message ends.
@@ -36,7 +36,6 @@ class TlsTransport(asyncio.Transport):
         self._sock, self._fd, self._protocol = sock, sock.fileno(), protocol
         self._peer = sock.getpeername()
         self._unsent = bytearray()
-        self._high, self._low = HIGH, LOW
         self._made = self._reading = self._paused = self._closing = self._over = False
         self._stalled = False  # a read has to write first, and the socket takes nothing
         self._interval, self._until_next = 1, 1  # of reads: when a second record is looked for
@@ -105,9 +104,6 @@ class TlsTransport(asyncio.Transport):
             self._reading = True
             self._loop.add_reader(self._fd, self._read)
 
-    def is_reading(self) -> bool:
-        return self._reading
-
     def _read(self) -> None:
         """The socket is readable: take a record, or several if the peer sends several at a time.
 
@@ -172,7 +168,7 @@ class TlsTransport(asyncio.Transport):
             data = memoryview(data)[sent:]
             self._loop.add_writer(self._fd, self._writable)
         self._unsent += data
-        if len(self._unsent) > self._high and not self._paused:
+        if len(self._unsent) > HIGH and not self._paused:
             self._paused = True
             self._protocol.pause_writing()
 
@@ -197,15 +193,11 @@ class TlsTransport(asyncio.Transport):
             return
         if not self._unsent:
             self._loop.remove_writer(self._fd)
-        if self._paused and len(self._unsent) <= self._low:
+        if self._paused and len(self._unsent) <= LOW:
             self._paused = False
             self._protocol.resume_writing()
         if self._closing and not self._unsent:
             self._say_goodbye()
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        self._high = HIGH if high is None else high
-        self._low = self._high // 4 if low is None else low
 
     def get_write_buffer_size(self) -> int:
         return len(self._unsent)
@@ -283,9 +275,6 @@ class TlsTransport(asyncio.Transport):
                 return self._peer
             case _:
                 return default
-
-    def get_protocol(self) -> asyncio.BaseProtocol:
-        return self._protocol
 
 
 async def accept_tls(

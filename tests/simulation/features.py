@@ -30,7 +30,7 @@ class Features:
 
     lag = slow
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         world = self.world
         world._do_full(False)
         world._do_link(False)

@@ -30,7 +30,7 @@ def lake_scene(plan: Plan) -> list[Step]:
     made = random.choices(list(SCENES), list(SCENES.values()))[0](plan, random, random.randrange(3))
     if random.random() < ASKED:
         made = [one for step in made for one in ([step, Step("query")] if random.random() < 0.4 else [step])]
-    return [Step("mend"), *made]
+    return [Step("repair"), *made]
 
 
 def _uploaded(random: Random, device: int) -> Step:

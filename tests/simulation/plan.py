@@ -111,7 +111,7 @@ def draw(seed: int, steps: int = 30, scenes: int = 10) -> Plan:
     for number, scene in enumerate(dealt(seed, scenes)):
         at = random.randrange(len(plan.steps) + 1)
         play = copy if plan.restored and not number else scene
-        plan.steps[at:at] = [Step("mend"), *play(plan, random, random.randrange(DEVICES))]
+        plan.steps[at:at] = [Step("repair"), *play(plan, random, random.randrange(DEVICES))]
     for more in (lake_scene(plan), shared_scene(plan)):
         at = random.randrange(len(plan.steps) + 1)
         plan.steps[at:at] = more

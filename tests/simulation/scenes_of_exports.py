@@ -36,7 +36,7 @@ def heir(plan: Plan, random: Random, device: int) -> list[Step]:
         ends._replace(wait=0.0),
         Step("publish", ((device + 1) % 3, 120, "kin", 1), random.choice((0.1, 0.5, 1))),
         Step("refuse", (9, "/dead"), random.choice((1, 2))),
-        Step("mend", (), 1.0),
+        Step("repair", (), 1.0),
         Step("drain"),
     ]
 

@@ -25,7 +25,7 @@ def shared_scene(plan: Plan) -> list[Step]:
     if random.random() > SHARE:
         return []
     made = random.choices(list(SCENES), list(SCENES.values()))[0](plan, random, random.randrange(3))
-    return [Step("mend"), *made]
+    return [Step("repair"), *made]
 
 
 def _end(plan: Plan, random: Random, cuts: float) -> Step:

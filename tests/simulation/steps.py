@@ -38,7 +38,7 @@ WORDS = {
     "full": "the disk is full: {0}",
     "slow": "a sync takes up to {0} s",
     "lag": "a sync of files with '{1}' in their path takes up to {0} s",
-    "mend": "the disk and the link work",
+    "repair": "the disk and the link work",
     "backup": "the data directory is copied",
     "restore": "the service is killed, and its data directory is what was copied",
     "clock": "the wall clock jumps by {0:.0f} s",

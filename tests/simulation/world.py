@@ -275,7 +275,7 @@ class World:
     def settle(self) -> None:
         """Heal all faults; everything must come to rest, and be right."""
         self.tell("all faults end")
-        self.features.mend()
+        self.features.repair()
         self._do_lie(False)
         self._do_faults(0.0)
         self.features.plugin(False)
