@@ -23,7 +23,7 @@ class Peer(asyncio.Protocol):
     """The server's protocol: notes what it is told."""
 
     def __init__(self, on_data: Callable[[Peer, bytes], None] = lambda peer, data: None) -> None:
-        self.on_data, self.got, self.pauses = on_data, bytearray(), 0
+        self.on_data, self.got = on_data, bytearray()
         self.paused = False
         self.lost: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
@@ -35,7 +35,7 @@ class Peer(asyncio.Protocol):
         self.on_data(self, data)
 
     def pause_writing(self) -> None:
-        self.pauses, self.paused = self.pauses + 1, True
+        self.paused = True
 
     def resume_writing(self) -> None:
         self.paused = False
@@ -104,8 +104,11 @@ DIGEST = hashlib.sha256(DATA).hexdigest()
 def test_all_that_is_written_arrives_in_order_at_a_client_that_reads_slowly(
     authority: Authority, version: ssl.TLSVersion
 ) -> None:
+    stalled = threading.Event()
+
     def client(secure: ssl.SSLSocket) -> str:
         secure.sendall(b"go")
+        stalled.wait(30)  # reads nothing until the server can send no more
         found = hashlib.sha256()
         while data := secure.recv(7_001):
             found.update(data)
@@ -116,12 +119,13 @@ def test_all_that_is_written_arrives_in_order_at_a_client_that_reads_slowly(
             await asyncio.sleep(0)
         for begin in range(0, len(DATA), 50_000):
             while peer.paused:
+                stalled.set()
                 await asyncio.sleep(0)
             peer.transport.write(DATA[begin : begin + 50_000])
             assert peer.transport.get_write_buffer_size() < 200_000
         peer.transport.close()
         await peer.lost
-        assert peer.pauses > 0
+        assert stalled.is_set()
 
     assert with_client(authority, client, server, version=version) == DIGEST
 
