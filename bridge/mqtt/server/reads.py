@@ -14,10 +14,12 @@ What it promises:
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from bridge.errors import StreamError
 from bridge.mqtt.broker.inbox import Batch, Lot
+from bridge.mqtt.server.polling import Polling
 from bridge.mqtt.server.states import OPEN, State
 from bridge.mqtt.wire.packets import PUBLISH, V5, Publish
 
@@ -72,6 +74,7 @@ class Reads:
         self._broker, self._router, self._traffic, self._pressure = broker, broker.router, traffic, pressure
         self._now, self._soon = runtime.now, runtime.soon
         self._waiting: list[tuple[Source, bytes]] = []
+        self._polling = Polling(runtime.soon)
 
     def add(self, conn: Source, data: bytes) -> None:
         """A connection was read from."""
@@ -87,12 +90,14 @@ class Reads:
     def run(self) -> None:
         """Handle what waits, and commit what that has appended."""
         if self._waiting:
-            self._broker.store.gather(self._handle)
+            reads, self._waiting = self._waiting, []
+            lots: dict[Committer, Lot] = {}
+            self._broker.store.gather(partial(self._handle, reads, lots))
+            alone = len(reads) == 1 and not any(lot.waiting for lot in lots.values())
+            self._polling.answered(id(reads[0][0]) if alone else 0)
 
-    def _handle(self) -> None:
-        reads, self._waiting = self._waiting, []
+    def _handle(self, reads: list[tuple[Source, bytes]], lots: dict[Committer, Lot]) -> None:
         router, pressure, now = self._router, self._pressure, self._now()
-        lots: dict[Committer, Lot] = {}
         count = size = 0
         for conn, data in reads:
             conn.heard = now
