@@ -17,7 +17,7 @@ soak: venv ## everything at once under faults, MINUTES=20; the report is build/s
 	$(BIN)/python -m benchmarks.soak --minutes $(or $(MINUTES),20)
 
 test: venv lint ## the checks for every commit; in CI also a share of the slow tests, another each day
-	@.ci/tools java mosquitto strace systemd nspawn chromium node nats
+	@.ci/tools java mosquitto strace systemd nspawn chromium node
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
 	$(if $(CI),@.ci/tools lintian mmdebstrap podman compose qemu)
 	$(if $(CI),$(BIN)/python -m pytest -m slow --share $(or $(SHARE),$(shell expr $$(date +%s) / 86400)))
@@ -38,7 +38,7 @@ planted: venv ## plants eighty defects, and notes what finds each (hours): ONLY=
 	$(BIN)/python -m tests.planted --jobs $(or $(JOBS),1) $(if $(ONLY),--only "$(ONLY)")
 
 bench: venv ## all benchmarks with their peers, and docs/results.md from them (55 minutes)
-	@.ci/tools java mosquitto nats redis rabbitmq
+	@.ci/tools java mosquitto redis rabbitmq
 	$(BIN)/python -m benchmarks
 
 test-spark: venv ## the Spark job on every supported version, by spark-submit and Spark Connect

@@ -23,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.testbed.local import find
+from benchmarks.testbed.nats import PROGRAM
 
 HERE = Path(__file__).parent
 # What is run, with the options that differ from the defaults.
@@ -50,7 +51,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 LIBRARIES = ("uvloop", "amqtt", "boto3", "pyspark", "pyarrow", "pyiceberg", "moto")
 SERVERS = {
     "mosquitto": ("mosquitto", "-h"),
-    "nats-server": ("nats-server", "-v"),
+    "nats-server": (str(PROGRAM), "-v"),
     "redis-server": ("redis-server", "-v"),
     "rabbitmq": ("dpkg-query", "-W", "-f", "${Version}", "rabbitmq-server"),
     "java": ("java", "-version"),

@@ -12,16 +12,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.testbed.local import find, free_port
+from benchmarks.testbed.nats import PROGRAM
 
 START_TIMEOUT = 60.0
 
 
 FLASH = 0.005  # seconds: about what the flash of a gateway takes longer than a server's disk to sync
 FLASH_NAME = f"fdatasync of {FLASH * 1e3:.0f} ms"
+NATS = str(PROGRAM)
 RABBITMQ = "/usr/lib/rabbitmq/bin/rabbitmq-server"
 
 
@@ -42,13 +45,14 @@ def mosquitto(directory: Path, port: int) -> list[str]:
     return [find("mosquitto") or "", "-c", str(config)]
 
 
-def nats(directory: Path, port: int) -> list[str]:
+def nats(directory: Path, port: int, settings: str = "") -> list[str]:
+    """NATS with MQTT; `settings` are lines for its section `jetstream`."""
     config = directory / "nats.conf"
     config.write_text(
-        f"server_name: bench\nport: {free_port()}\njetstream {{\nstore_dir: {directory}/js\n}}\n"
+        f"server_name: bench\nport: {free_port()}\njetstream {{\nstore_dir: {directory}/js\n{settings}}}\n"
         f"mqtt {{ port: {port}, host: 127.0.0.1 }}\n"
     )
-    return [find("nats-server") or "", "-c", str(config)]
+    return [NATS, "-c", str(config)]
 
 
 def rabbitmq(directory: Path, port: int) -> list[str]:
@@ -115,7 +119,8 @@ SERVERS = [
     Server("streambridge, fdatasync", lambda d, p: ours(d, p, sync=True)),
     Server(f"streambridge, {FLASH_NAME}", on_flash),
     Server("mosquitto, no persistence", mosquitto, "mosquitto"),
-    Server("nats jetstream", nats, "nats-server", keeper=True),
+    Server("nats", nats, NATS, keeper=True),
+    Server("nats, sync always", partial(nats, settings="sync_interval: always\n"), NATS, keeper=True),
     Server("rabbitmq", rabbitmq, RABBITMQ, keeper=True),  # syncs before it acknowledges
     Server("amqtt alone", amqtt),
 ]

@@ -27,21 +27,9 @@ from typing import Any
 from benchmarks import brokers
 from benchmarks.brokers import Server
 from benchmarks.ingest import loaded
-from benchmarks.testbed import nats
-from benchmarks.testbed.local import free_port
 
 SHAPES = ((5000, 1), (1000, 1), (200, 1), (10, 1), (1, 1), (4, 20), (4, 200))
 BASE = "mosquitto"
-
-
-def newest_nats(directory: Path, port: int, settings: str = "") -> list[str]:
-    """The nats-server from PyPI, with MQTT."""
-    config = directory / "nats.conf"
-    config.write_text(
-        f"server_name: bench\nport: {free_port()}\njetstream {{\nstore_dir: {directory}/js\n{settings}}}\n"
-        f"mqtt {{ port: {port}, host: 127.0.0.1 }}\n"
-    )
-    return [str(nats.PROGRAM), "-c", str(config)]
 
 
 def servers() -> list[Server]:
@@ -50,14 +38,8 @@ def servers() -> list[Server]:
         Server(BASE, brokers.mosquitto, "mosquitto"),
         Server("streambridge", brokers.ours),
         Server("streambridge, fdatasync", partial(brokers.ours, sync=True)),
+        *(server for server in brokers.SERVERS if server.program == brokers.NATS),
     ]
-    if nats.installed():
-        found += [
-            Server("nats", newest_nats, keeper=True),
-            Server(
-                "nats, sync always", partial(newest_nats, settings="sync_interval: always\n"), keeper=True
-            ),
-        ]
     return [server for server in found if brokers.installed(server)]
 
 

