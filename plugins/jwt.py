@@ -10,7 +10,8 @@ What it promises:
 * A token counts only with a signature by a key of the file, with the algorithm of that key, which must be
   among `algorithms`. The token does not choose: `none`, a public key used as a shared secret, keys inside the
   token (`jwk`, `jku`, `x5u`) and critical extensions that are not known are refused.
-* `exp`, `iss` and `aud` must be there and right. At `exp` the connection is closed.
+* `exp`, `iss` and `aud` must be there and right. At `exp` the connection is closed. So is one whose token was
+  signed by a key that is no longer in the file, or for another issuer or audience than the options have now.
 * The user is the claim `user_claim`. A user name in CONNECT must be empty or the same.
 * The file is read again when it changes. One that is wrong is reported, and the old keys stay.
 
@@ -19,6 +20,7 @@ A password without the shape of a token is left to other plugins.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -28,7 +30,7 @@ import stat
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import field
 
@@ -81,6 +83,25 @@ class Options(AuthOptions, frozen=True, kw_only=True, forbid_unknown_fields=True
             return [f"`jwks_file`: {error}"]
         return []
 
+    def files(self) -> list[Path]:
+        """The file of keys."""
+        return [self.jwks_file]
+
+    def bases(self) -> set[str]:
+        """Each key, with what a token must have beside its signature."""
+        return {key.basis(self) for key in _keys(self.jwks_file, self.algorithms)}
+
+
+class _Key(NamedTuple):
+    """A key of the file, and the digest of what identifies it."""
+
+    jwk: Any
+    digest: str
+
+    def basis(self, options: Options) -> str:
+        """What a token with this key is accepted by."""
+        return "\n".join((options.issuer, options.audience, options.user_claim, self.digest))
+
 
 @hookimpl
 def authenticate(login: Login, options: Options) -> Accepted | Denied | None:
@@ -96,8 +117,8 @@ def authenticate(login: Login, options: Options) -> Accepted | Denied | None:
         key = _KEYS.of(options).find(header)
         claims = jwt.decode(
             token,
-            key,
-            algorithms=[key.algorithm_name],
+            key.jwk,
+            algorithms=[key.jwk.algorithm_name],
             issuer=options.issuer,
             audience=options.audience,
             leeway=options.leeway,
@@ -110,7 +131,7 @@ def authenticate(login: Login, options: Options) -> Accepted | Denied | None:
         return Denied(why=f"the claim {options.user_claim!r} is no user name: {user!r:.100}")
     if login.user and login.user != user:
         return Denied(why=f"the user name {login.user!r} is not {user!r}, as the token says")
-    return Accepted(user=user, expires=float(claims["exp"]))
+    return Accepted(user=user, expires=float(claims["exp"]), basis=key.basis(options))
 
 
 class _Jwks:
@@ -120,20 +141,20 @@ class _Jwks:
         self._options = options
         self._lock = threading.Lock()
         self._looked, self._state = 0.0, (0, 0)
-        self._known: list[Any] = []
+        self._known: list[_Key] = []
 
-    def find(self, header: dict[str, Any]) -> Any:
+    def find(self, header: dict[str, Any]) -> _Key:
         """The key that a token names; the only one, if it names none. Raises ValueError."""
         with self._lock:
             self._look()
             keys = self._known
         name = header.get("kid")
-        fit = keys if name is None and len(keys) == 1 else [key for key in keys if key.key_id == name]
+        fit = keys if name is None and len(keys) == 1 else [key for key in keys if key.jwk.key_id == name]
         if name is None and len(keys) != 1:
             raise ValueError(f"the token names no key, and there are {len(keys)}")
         if len(fit) != 1:
             raise ValueError(f"there is no key {name!r:.100} in {self._options.jwks_file}")
-        if header.get("alg") != fit[0].algorithm_name:
+        if header.get("alg") != fit[0].jwk.algorithm_name:
             raise ValueError(f"the token has the algorithm {header.get('alg')!r:.100}, its key another one")
         return fit[0]
 
@@ -173,7 +194,7 @@ def _library() -> Any:
     return importlib.import_module("jwt")
 
 
-def _keys(path: Path, algorithms: list[str]) -> list[Any]:
+def _keys(path: Path, algorithms: list[str]) -> list[_Key]:
     """The keys in a file that sign with one of these algorithms; raises OSError or ValueError.
 
     Whoever can write the file can log in as anybody, and a private key in it does not belong on a gateway.
@@ -185,7 +206,8 @@ def _keys(path: Path, algorithms: list[str]) -> list[Any]:
         found = json.loads(path.read_bytes())
         raw = found["keys"]
         private = [one.get("kid") for one in raw if one.get("kty") != "oct" and "d" in one]
-        keys = [jwt.PyJWK(one) for one in raw if one.get("use", "sig") == "sig" and "d" not in one]
+        public = [one for one in raw if one.get("use", "sig") == "sig" and "d" not in one]
+        keys = [_Key(jwk := jwt.PyJWK(one), _digest(one, jwk.algorithm_name)) for one in public]
     except (jwt.PyJWTError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f'{path} is not a set of keys (JWKS, `{{"keys": [...]}}`): {error!r:.200}; get it from the issuer'
@@ -195,10 +217,16 @@ def _keys(path: Path, algorithms: list[str]) -> list[Any]:
             f"{path} has a private key ({private[0]!r:.100}): whoever reads the file can make tokens; "
             "replace that key at the issuer, and put only public keys here"
         )
-    names = [key.key_id for key in keys]
+    names = [key.jwk.key_id for key in keys]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"{path} has two keys with the id {twice!r:.100}; remove one")
-    fit = [key for key in keys if key.algorithm_name in algorithms]
+    fit = [key for key in keys if key.jwk.algorithm_name in algorithms]
     if not fit:
         raise ValueError(f"{path} has no key for {', '.join(algorithms)}")
     return fit
+
+
+def _digest(key: dict[str, Any], algorithm: str) -> str:
+    """What identifies a key: its name, and the members of its thumbprint (RFC 7638, 3.2; RFC 8037, 2)."""
+    members = [key.get(name) for name in ("kid", "kty", "crv", "x", "y", "n", "e", "k")]
+    return hashlib.sha256(json.dumps([algorithm, *members]).encode()).hexdigest()

@@ -37,20 +37,22 @@ class Authority:
             self.cert,
         )
 
-    def below(self, name: str) -> Authority:
-        """An intermediate authority, which this one has signed."""
+    def below(self, name: str, days: int = 2) -> Authority:
+        """An intermediate authority, which this one has signed, valid for so many days."""
         made = Authority.__new__(Authority)
         made.directory = self.directory
-        made.cert, made._key = self.issue(name, "basicConstraints=critical,CA:TRUE\n")
+        made.cert, made._key = self.issue(name, "basicConstraints=critical,CA:TRUE\n", days)
         return made
 
-    def issue(self, name: str, more: str = "subjectAltName=IP:127.0.0.1,DNS:localhost\n") -> Pair:
+    def issue(
+        self, name: str, more: str = "subjectAltName=IP:127.0.0.1,DNS:localhost\n", days: int = 2
+    ) -> Pair:
         """A certificate for a client or server of a name, valid for 127.0.0.1; `more` are its extensions."""
         pair = Pair(self.directory / f"{name}.pem", self.directory / f"{name}.key")
         request, extensions = self.directory / "request.csr", self.directory / "extensions"
         extensions.write_text(more)
         self._run("req", *KEY, "-subj", f"/CN={name}", "-keyout", pair.key, "-out", request)
-        signer = ("-CA", self.cert, "-CAkey", self._key, "-CAcreateserial", "-days", "2")
+        signer = ("-CA", self.cert, "-CAkey", self._key, "-CAcreateserial", "-days", days)
         self._run("x509", "-req", "-in", request, *signer, "-extfile", extensions, "-out", pair.cert)
         return pair
 

@@ -7,7 +7,7 @@ are of that realm.
 from __future__ import annotations
 
 from bridge.access.logins import Access
-from bridge.access.proofs import is_of_certificate
+from bridge.access.proofs import is_of_certificate, is_of_plugin
 from bridge.access.rules import NOTHING, Identity
 
 
@@ -17,6 +17,7 @@ class Accesses:
     def __init__(self, first: Access) -> None:
         self.first = first
         self.named: dict[str, Access] = {"": first}
+        self.of_plugins: frozenset[bytes] = frozenset()  # the proofs that plugins still accept
 
     def again(self, past: Identity, *, local: bool = False) -> Identity:
         """The present rights of a client that was identified in the past, perhaps before a restart.
@@ -36,6 +37,8 @@ class Accesses:
     def still_admits(self, identity: Identity, proof: bytes) -> bool:
         """Whether a client that logged in with this proof still could."""
         access = self._of(identity)
+        if is_of_plugin(proof):
+            return access is not None and proof in self.of_plugins
         return access is not None and access.still_admits(identity.user, proof)
 
     def is_gone(self, identity: Identity, proof: bytes) -> bool:
@@ -45,7 +48,9 @@ class Accesses:
             return True
         if identity.user is None:
             return True
-        return not is_of_certificate(proof) and not access.knows(identity.user)
+        if is_of_certificate(proof) or is_of_plugin(proof):
+            return False  # it may come back with another one
+        return not access.knows(identity.user)
 
     def owns_id(self, identity: Identity) -> bool:
         """Whether a client id is this user's, whoever was the first client to use it."""

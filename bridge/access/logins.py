@@ -72,6 +72,14 @@ class Denied(NamedTuple):
     text: str
 
 
+class Certified(NamedTuple):
+    """A client that its certificate names; `expires` is in seconds of Unix time."""
+
+    user: str
+    proof: bytes
+    expires: float
+
+
 class Loaded(NamedTuple):
     """What an access knows, read and checked."""
 
@@ -175,10 +183,13 @@ class Access:
             return ""
         return f"user {user!r} logs in only with a certificate; see `certificates` in [[mqtt.user]]"
 
-    def certified(self, tls: ssl.SSLObject) -> tuple[str, bytes] | None:
-        """The user of a client's certificate, which TLS has verified, and the proof; None: it is nobody's."""
+    def certified(self, tls: ssl.SSLObject) -> Certified | None:
+        """Whose a client's certificate is, which TLS has verified; None: it is nobody's."""
         found = self._accounts.user_of(*presented(tls))
-        return None if found is None else (found[0], proofs.of_certificate(tls, found[1]))
+        if found is None:
+            return None
+        user, entry = found
+        return Certified(user, proofs.of_certificate(tls, entry), proofs.expires(tls))
 
     def identify(self, client_id: str, user: str | None, *, local: bool = False, label: str = "") -> Identity:
         """What a client that has logged in may do; `local`: it is on this machine."""

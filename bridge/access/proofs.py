@@ -3,13 +3,14 @@
 A proof is a few bytes, stored with the session: `p` and a digest of the user's line in the users file, or `c`
 and the digests of the certificates in the client CA file that verified the client's certificate. If the
 user's account lists that certificate, it is `m`, a digest of what the account lists, and the same digests. If
-a plugin let the client in, it is `a` and a digest of the plugin's name. The proof of an anonymous client is
-empty.
+a plugin let the client in, it is `a`, a digest of the plugin's name, and one of the basis of its decision, if
+it has stated one. The proof of an anonymous client is empty.
 
 A proof of a password is valid while that line is unchanged and the account lists no certificates; one of a
 certificate while all of those certificates are in the file, and the account lists the certificate, or none.
 So a renewed CA certificate ends what the old one allowed, even if both have the same key: the client must
-present its certificate again, in a new handshake.
+present its certificate again, in a new handshake. One of a plugin is valid while the plugin is asked, and
+still accepts on that basis (`bridge.plugin.auth`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from bridge.access.accounts import Accounts
 from bridge.access.users import Password
+from bridge.net.crl import not_after
 
 SIZE = 16  # bytes of a digest
 NOTHING = b"m"  # of a client that its listener would not let in any more: it never holds
@@ -50,9 +52,14 @@ def of_certificate(tls: ssl.SSLObject, entry: str = "") -> bytes:
     return kind + b"".join(sorted(needed or known))
 
 
-def of_plugin(name: str) -> bytes:
+def of_plugin(name: str, basis: str = "") -> bytes:
     """The proof of a client that a plugin has let in."""
-    return b"a" + _digest(name.encode())
+    return b"a" + _digest(name.encode()) + (_digest(basis.encode()) if basis else b"")
+
+
+def is_of_plugin(proof: bytes) -> bool:
+    """Whether a plugin has let the client in."""
+    return proof[:1] == b"a"
 
 
 def is_of_certificate(proof: bytes) -> bool:
@@ -68,8 +75,6 @@ def holds(
     accounts: Accounts,
 ) -> bool:
     """Whether a client of this name could still log in with its proof."""
-    if proof[:1] == b"a":  # the server ends it when the plugin is no longer asked
-        return True
     if is_of_certificate(proof):
         begins, name = 1, user or ""
         if proof[:1] == b"m":
@@ -82,6 +87,14 @@ def holds(
     if user is None:
         return True
     return user in users and not accounts.is_mapped(user) and proof in (b"", of_password(users[user]))
+
+
+def expires(tls: ssl.SSLObject) -> float:
+    """When the first of the certificates that verified a client expires, in seconds of Unix time.
+
+    Of a resumed session only the client's own certificate is known.
+    """
+    return min(map(not_after, _verified_chain(tls) or [tls.getpeercert(binary_form=True) or b""]))
 
 
 def _digest(data: bytes) -> bytes:

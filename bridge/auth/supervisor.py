@@ -49,6 +49,7 @@ class Known(NamedTuple):
     user: str
     expires: float | None
     plugin: str
+    basis: str
 
 
 class Refusal(NamedTuple):
@@ -80,6 +81,7 @@ class Auth:
         self._queued: Counter[str] = Counter()  # logins by network, until there is an answer
         self._networks: dict[str, None] = {}  # that have logged in, the last one at the end
         self._unheard: float | None = None  # since when the child has had a question and has said nothing
+        self._bases: dict[str, frozenset[str]] = {}  # by plugin
         self.restarts = 0
 
     @property
@@ -124,6 +126,18 @@ class Auth:
                 old.cancel()
             self._task = asyncio.create_task(self._supervise(old), name="auth supervisor")
 
+    def bases(self) -> dict[str, frozenset[str]]:
+        """What each plugin accepts logins by now; it may read files."""
+        found = {}
+        for name, options in self.settings.plugins.items():
+            try:
+                found[name] = frozenset(options.bases())
+            except Exception as error:  # of others' code, in the middle of a reload
+                log.error("%s: whom it has let in stays connected: %r", name, error)
+                found[name] = self._bases.get(name, frozenset())
+        self._bases = found
+        return found
+
     # -- questions ------------------------------------------------------------
 
     async def log_in(self, login: Login) -> Known | Refusal:
@@ -148,7 +162,7 @@ class Auth:
             if isinstance(verdict, Accepted) and verdict.user:
                 self._guesses.right(network)
                 self._remember(network)
-                return Known(verdict.user, verdict.expires, answer.plugin)
+                return Known(verdict.user, verdict.expires, answer.plugin, verdict.basis)
             delay = began + self._guesses.wrong(network) - loop.time()
             await asyncio.sleep(delay)
         finally:

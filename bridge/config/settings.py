@@ -240,6 +240,9 @@ def files_of(settings: object) -> Iterator[Path]:
     """The files that settings name, those of their parts among them."""
     if isinstance(settings, Path):
         yield settings
+    elif isinstance(settings, AuthSettings):
+        for options in settings.plugins.values():
+            yield from options.files()
     elif isinstance(settings, Struct):
         for field in settings.__struct_fields__:
             yield from files_of(getattr(settings, field))

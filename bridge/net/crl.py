@@ -2,7 +2,8 @@
 
 TLS checks them when a client shows its certificate: issuer, signature and times of the list, by OpenSSL. This
 module reads them for what OpenSSL does not do: to end connections that were there before, and to say when a
-list expires. It reads DER (X.690) by itself, since that takes less than a library.
+list expires, or a certificate of a client that is connected. It reads DER (X.690) by itself, since that takes
+less than a library.
 
     CertificateList = SEQUENCE { tbsCertList, signatureAlgorithm, signatureValue }
     tbsCertList     = SEQUENCE { [version INTEGER], signature SEQUENCE, issuer Name, thisUpdate Time,
@@ -81,24 +82,30 @@ def read_crls(option: str, path: Path) -> Crls:
 
 def certified(certificate: bytes) -> Certified:
     """The issuer and the serial number of a certificate in DER; raises ValueError or IndexError."""
-    fields = _fields(certificate, *_next(_fields_of(certificate)))
-    tag, begin, end = _next(fields)
-    if tag == _VERSION:
-        _, begin, end = _next(fields)
-    serial = certificate[begin:end]
-    _next(fields)  # the algorithm of the signature
-    _, begin, end = _next(fields)
-    return certificate[begin:end], serial
+    (_, *serial), (_, *issuer) = _field_of(certificate, 0), _field_of(certificate, 2)
+    return certificate[slice(*issuer)], certificate[slice(*serial)]
 
 
 def subject(certificate: bytes) -> bytes:
     """The name whose certificate this is, in DER; raises ValueError or IndexError."""
-    fields = _fields(certificate, *_next(_fields_of(certificate)))
-    tag, begin, end = _next(fields)
-    before = 5 if tag == _VERSION else 4  # [version], serial, algorithm, issuer, validity, subject
-    for _ in range(before):
-        _, begin, end = _next(fields)
+    _, begin, end = _field_of(certificate, 4)
     return certificate[begin:end]
+
+
+def not_after(certificate: bytes) -> float:
+    """When a certificate in DER expires, in seconds of Unix time; raises ValueError or IndexError."""
+    times = _fields(certificate, *_field_of(certificate, 3))
+    _next(times)
+    return _time(certificate, *_next(times)).timestamp()
+
+
+def _field_of(certificate: bytes, number: int) -> _Field:
+    """A field of a certificate: serial number, algorithm, issuer, validity, subject (RFC 5280, 4.1)."""
+    fields = _fields(certificate, *_next(_fields_of(certificate)))
+    field = _next(fields)
+    for _ in range(number + (field[0] == _VERSION)):
+        field = _next(fields)
+    return field
 
 
 def _crl(der: bytes) -> Crl:

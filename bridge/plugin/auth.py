@@ -8,6 +8,8 @@ a reload report it.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
@@ -24,6 +26,21 @@ class AuthOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """
         return []
 
+    def files(self) -> list[Path]:
+        """The files that decisions depend on.
+
+        The service notices when one changes, and calls `mistakes` and `bases` again.
+        """
+        return []
+
+    def bases(self) -> Collection[str]:
+        """What the plugin accepts logins by now, as in `Accepted.basis`.
+
+        The service calls this at its start and at a reload, and ends the connections that were accepted by
+        anything else. If it raises an exception, those of the last call hold.
+        """
+        return ("",)
+
 
 class Login(Struct, frozen=True, kw_only=True):
     """A client that wants to log in. `user` and `password` are None if it sends none."""
@@ -35,10 +52,15 @@ class Login(Struct, frozen=True, kw_only=True):
 
 
 class Accepted(Struct, frozen=True, kw_only=True, tag=True):
-    """The client is this user. At `expires`, in seconds of Unix time, its connection is closed."""
+    """The client is this user. At `expires`, in seconds of Unix time, its connection is closed.
+
+    `basis` names what the decision rests on and may be withdrawn, such as the key of a token. The connection
+    ends when `AuthOptions.bases` does not have it any more. It is no secret, and of any length.
+    """
 
     user: str
     expires: float | None = None
+    basis: str = ""
 
 
 class Denied(Struct, frozen=True, kw_only=True, tag=True):

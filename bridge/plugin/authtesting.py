@@ -95,6 +95,7 @@ class AuthContract:
             assert isinstance(said.user, str), f"{asked}: no user: {said}"
             assert said.user, f"{asked}: an empty user"
             assert said.expires is None or said.expires > time.time(), f"{asked}: it has expired: {said}"
+            assert said.basis in self._options().bases(), f"{asked}: `bases` would end it at once: {said}"
         for asked in self.bad():
             said = self._ask("authenticate", login=asked)
             assert isinstance(said, Denied), f"{asked} was not refused: {said}"

@@ -370,6 +370,7 @@ class Service:
 
     def _watched(self) -> Iterator[Path]:
         yield from configuration.files_of(self._applied.mqtt)
+        yield from configuration.files_of(self._applied.auth)
         yield from configuration.files_of(self._applied.firehose)
         yield from configuration.files_of(self._applied.greengrass)
         if self._config.path is not None:

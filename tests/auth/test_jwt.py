@@ -7,11 +7,13 @@ import base64
 import hashlib
 import hmac
 import json
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import jwt
+import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
@@ -19,10 +21,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from bridge import Accepted, Denied
 from bridge.auth.settings import AuthSettings
 from bridge.auth.supervisor import Auth
+from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5
 from bridge.plugin import discovery
 from bridge.plugin.authtesting import AuthContract, login
-from tests.mqtt.harness import Bridge, Client, connect, run_async, running
+from tests.http.conftest import Service, eventually
+from tests.mqtt.harness import Bridge, Client, Packet, connect, run_async, running
 
 RSA = rsa.generate_private_key(public_exponent=65537, key_size=2048)
 EC = ec.generate_private_key(ec.SECP256R1())
@@ -42,8 +46,15 @@ def public(key: Any, kid: str) -> dict[str, Any]:
 
 def jwks(root: Path, *more: dict[str, Any]) -> Path:
     path = root / "jwks.json"
-    path.write_text(json.dumps({"keys": [public(RSA, "rsa"), public(EC, "ec"), *more]}))
+    write_keys(path, public(RSA, "rsa"), public(EC, "ec"), *more)
     return path
+
+
+def write_keys(path: Path, *keys: dict[str, Any]) -> None:
+    """Replace a file of keys at once, as one that is never seen half written."""
+    fresh = path.with_name("fresh.json")
+    fresh.write_text(json.dumps({"keys": keys}))
+    fresh.replace(path)
 
 
 def claims(**changed: Any) -> dict[str, Any]:
@@ -207,3 +218,94 @@ def test_a_device_logs_in_with_its_token_and_is_disconnected_when_it_ends(tmp_pa
             await test(bridge)
 
     run_async(main())
+
+
+LASTING = {p.SESSION_EXPIRY: 1000}
+BY_RSA: dict[str, Any] = {"key": RSA, "algorithm": "RS256", "kid": "rsa"}
+
+
+async def opened(bridge: Bridge, name: str, password: bytes, **options: Any) -> tuple[Client, Packet]:
+    """A client with a token, and its CONNACK."""
+    client = await bridge.open()
+    client.level = V5
+    client.send(connect(name, user="", password=password, level=V5, properties=LASTING, **options))
+    return client, await client.receive()
+
+
+def test_a_key_that_is_taken_out_ends_the_connections_of_its_tokens_and_no_others(tmp_path: Path) -> None:
+    plugin = discovery.load().manager.get_plugin("jwt")
+    path = jwks(tmp_path)
+    options = plugin.Options(jwks_file=path, issuer=ISSUER, audience=AUDIENCE)
+    auth = Auth(AuthSettings(plugins={"jwt": options}, timeout=30_000))
+
+    async def test(bridge: Bridge) -> None:
+        watcher, _ = await opened(bridge, "watcher", token(claims(sub="watcher"), **BY_RSA))
+        await watcher.subscribe(("will", 0))
+        goes, answer = await opened(bridge, "goes", token(), will=("will", b"", 0))
+        assert answer.body[1] == 0
+        bridge.front.reload(bridge.config)
+        assert await goes.alive(), "nothing was taken away"
+        renamed = {"kty": "oct", "k": part(b"more").decode(), "kid": "x", "use": "enc"}
+        write_keys(path, renamed, public(RSA, "rsa") | {"alg": "RS256", "x5t": "new"})
+        bridge.front.reload(bridge.config)
+        assert await goes.receive() == Packet(0xE0, b"\x87\0"), "Not authorized"
+        assert await goes.closed()
+        assert await watcher.silent(), "it stays, and gets no will"
+        refused = (await opened(bridge, "goes", token()))[1].body[1]
+        assert refused in (0x86, 0x87), "nor does it let anybody in"
+        back, answer = await opened(bridge, "goes", token(**BY_RSA), clean=False)
+        assert answer.body[:2] == b"\1\0", "the session waits for another token"
+
+        # An issuer that is no longer the right one counts as a key that is gone.
+        other = msgspec.structs.replace(options, issuer="https://other.example")
+        auth.reload(msgspec.structs.replace(auth.settings, plugins={"jwt": other}))
+        bridge.front.reload(bridge.config)
+        assert await back.receive() == Packet(0xE0, b"\x87\0")
+        assert await watcher.closed()
+
+    async def main() -> None:
+        async with asyncio.timeout(90), running(tmp_path, auth=auth, allow_anonymous=False) as bridge:
+            await test(bridge)
+
+    run_async(main())
+
+
+def test_a_new_key_lets_clients_in_before_the_service_has_noticed_the_file(tmp_path: Path) -> None:
+    plugin = discovery.load().manager.get_plugin("jwt")
+    options = plugin.Options(jwks_file=jwks(tmp_path), issuer=ISSUER, audience=AUDIENCE)
+    auth = Auth(AuthSettings(plugins={"jwt": options}, timeout=30_000))
+
+    async def main() -> None:
+        async with asyncio.timeout(90), running(tmp_path, auth=auth, allow_anonymous=False) as bridge:
+            fresh = token(key=STRANGER, kid="new")
+            assert (await opened(bridge, "c", fresh))[1].body[1] == 0x86
+            jwks(tmp_path, public(STRANGER, "new"))
+            code = 0x86
+            while code == 0x86:  # the plugin looks at the file every second
+                client, answer = await opened(bridge, "c", fresh)
+                code = answer.body[1]
+            assert code == 0
+            assert await client.alive()
+
+    run_async(main())
+
+
+def test_a_running_service_notices_a_key_that_is_gone_without_a_signal(tmp_path: Path) -> None:
+    path = jwks(tmp_path)
+    config = (
+        f'[auth]\ntimeout = "30s"\n[auth.plugins.jwt]\njwks_file = "{path}"\nissuer = "{ISSUER}"\n'
+        f'audience = "{AUDIENCE}"\n'
+    )
+    service = Service(tmp_path, config)
+    try:
+        with socket.create_connection(("127.0.0.1", service.mqtt_port), timeout=60) as sock:
+            sock.sendall(connect("c", user="", password=token(), level=V5))
+            assert sock.recv(100)[3] == 0
+            write_keys(path, public(RSA, "rsa"))
+            assert sock.recv(4) == b"\xe0\x02\x87\0"
+            assert sock.recv(4) == b""
+        path.write_text("nonsense")
+        eventually(lambda: service.logged("reload of .mqtt. failed.*is not a set of keys"))
+    finally:
+        service.process.terminate()
+        service.process.wait()

@@ -16,11 +16,12 @@ from benchmarks.testbed.certificates import Authority, Pair
 from bridge.access.rules import TRUSTED, AccessRule, Identity
 from bridge.errors import ConfigError, InvalidRequest, Unauthorized
 from bridge.mqtt.settings import TlsSettings
+from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5
 from bridge.net.crl import certified, read_crls
 from bridge.operations.catalog import OfClient, OfClients
 
-from .harness import Bridge, Client, connect, publish
+from .harness import Bridge, Client, Packet, connect, publish
 from .test_access import open_tls, users, with_bridge
 from .test_revocation import ANN, BOB
 
@@ -72,6 +73,40 @@ def test_a_withdrawn_certificate_ends_its_connection_and_comes_in_no_more(tmp_pa
         assert await refused(bridge, authority, bad), "the old list holds"
 
     with_lists(tmp_path, test, lists, authority)
+
+
+def test_a_certificate_that_expires_ends_its_connection_and_its_session_waits_for_a_new_one(
+    tmp_path: Path,
+) -> None:
+    authority = Authority(tmp_path / "ca")
+    short, inner = authority.issue("short", days=1), authority.below("inner-ca", days=1)
+    server, below, long = authority.issue("server"), inner.issue("below"), authority.issue("long")
+    roots = tmp_path / "roots.pem"
+    roots.write_text(authority.cert.read_text() + inner.cert.read_text())
+    tls = TlsSettings(cert=server.cert, key=server.key, client_ca=roots)
+
+    async def test(bridge: Bridge) -> None:
+        clients = []
+        for number, pair in enumerate((short, below, long)):
+            client = await open_tls(bridge, authority, pair)
+            client.level = V5
+            properties = {p.SESSION_EXPIRY: 1_000_000}
+            await client.connect(f"c{number}", level=V5, properties=properties)
+            clients.append(client)
+        assert await clients[0].alive()
+        bridge.system.step(1.5 * 86_400)
+        for client in clients[:2]:
+            assert await client.receive() == Packet(0xE0, b"\xa0\0"), "Maximum connect time"
+            assert await client.closed()
+        assert await clients[2].alive()
+        again = await open_tls(bridge, authority, short)  # TLS has another clock, so it lets it in
+        await again.connect("c0", level=V5, clean=False, expect=0x87)
+        authority.issue("short")
+        again = await open_tls(bridge, authority, short)
+        answer = await again.connect("c0", level=V5, clean=False)
+        assert answer.body[0] == 1, "the session is there"
+
+    with_bridge(tmp_path, test, listen=["tls://127.0.0.1:0"], tls=tls, hurry=60, connect_timeout=3_600_000)
 
 
 def test_an_expired_list_refuses_all_certificates_and_one_of_another_authority_is_refused(

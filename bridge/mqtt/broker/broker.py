@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 
 SETTLE_TIMEOUT = 5.0  # seconds for the commit of what a client's last connection published
 LONGEST_DELAY = 0xFFFF_FFF  # seconds of a timer
-REVOKED = "it could not log in any more with the name, password or certificate that it has shown"
+REVOKED = "it could not log in any more with the name, password, token or certificate that it has shown"
 
 NO_RULE = "no rule or role allows it; see [[mqtt.acl]]"
 DENIED = "`deny` of a rule or role forbids it"
@@ -202,6 +202,9 @@ class Broker:
             if foreign and not self.accesses.owns_id(asked.identity):
                 done(Refused(NOT_AUTHORIZED, f"client id {client_id!r} belongs to another user"))
                 return
+            if not self.accesses.still_admits(asked.identity, asked.proof):  # a reload came in between
+                done(Refused(NOT_AUTHORIZED, "what it logged in with has been replaced"))
+                return
             if old is not None and old.line is not None:
                 old.line.fail("taken_over", "taken over by a new connection", SESSION_TAKEN_OVER)
             elif newest is not None and newest.unstored_ids:
@@ -218,9 +221,6 @@ class Broker:
         self, inbox: Inbox, asked: Opening, session: Session | None, done: Callable[[bool | Refused], None]
     ) -> None:
         identity = asked.identity
-        if not self.accesses.still_admits(identity, asked.proof):  # a reload came in between
-            done(Refused(NOT_AUTHORIZED, "what it logged in with has been replaced"))
-            return
         present = session is not None
         if session is None:
             session = self.sessions.create(identity.client_id, identity)

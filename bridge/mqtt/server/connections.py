@@ -16,6 +16,7 @@ from functools import partial
 from ipaddress import ip_network
 from typing import TYPE_CHECKING, Any, Protocol
 
+from bridge.access.proofs import of_plugin
 from bridge.mqtt.server.reads import Reads
 from bridge.mqtt.server.traffic import Traffic
 from bridge.mqtt.wire.packets import ADMINISTRATIVE_ACTION
@@ -246,6 +247,12 @@ class Connections:
         spare = old is not None and old.line is not None and old.identity.owner == identity.owner
         conn.user_meters = self.budgets.of_user(identity.user)
         return self.budgets.enter(conn.user_meters, spare)
+
+    def ask_for_bases(self) -> None:
+        """Ask the plugins what they accept logins by; `Broker.revoke` ends what rests on anything else."""
+        self.broker.accesses.of_plugins = frozenset(
+            of_plugin(name, basis) for name, bases in self.auth.bases().items() for basis in bases
+        )
 
     def set_budgets(self, budgets: Sequence[Budget]) -> None:
         """Apply other budgets. Who is connected stays, whatever they say of the number of connections."""

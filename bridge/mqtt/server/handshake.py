@@ -89,10 +89,13 @@ def begin(conn: Connection, body: bytes) -> None:
                 "[[mqtt.user]] lists others"
             )
             conn.refuse(NOT_AUTHORIZED, why)
-        elif (user or found[0]) != found[0]:
-            conn.refuse(NOT_AUTHORIZED, f"user name {user!r} is not its certificate's, {found[0]!r}")
+        elif (user or found.user) != found.user:
+            conn.refuse(NOT_AUTHORIZED, f"user name {user!r} is not its certificate's, {found.user!r}")
+        elif found.expires <= conn.broker.clock.wall() / 1000:  # a resumed session of TLS does not ask
+            conn.refuse(NOT_AUTHORIZED, "its certificate, or one of its CAs, has expired")
         else:
-            _authenticated(conn, connect, *found)
+            conn.expires = found.expires
+            _authenticated(conn, connect, found.user, found.proof)
     elif (
         (user is not None or connect.password is not None)
         and conn.connections.auth.active
@@ -137,7 +140,10 @@ async def _ask_plugins(conn: Connection, connect: Connect) -> None:
         conn.refuse(BAD_USER_OR_PASSWORD, f"{found.plugin}: {why}")
     else:
         conn.expires = found.expires or 0.0
-        _authenticated(conn, connect, found.user, of_plugin(found.plugin))
+        proof = of_plugin(found.plugin, found.basis)
+        if proof not in conn.broker.accesses.of_plugins:
+            conn.connections.ask_for_bases()  # a file has changed, and the service has not noticed yet
+        _authenticated(conn, connect, found.user, proof)
 
 
 async def _ask_about_will(

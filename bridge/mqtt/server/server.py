@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bridge.access.proofs import NOTHING, is_of_certificate, of_plugin
+from bridge.access.proofs import NOTHING, is_of_certificate
 from bridge.auth.supervisor import Auth
 from bridge.mqtt.broker.broker import Broker
 from bridge.mqtt.broker.journalfile import DIRECTORY
@@ -77,6 +77,7 @@ class Server:
     async def start(self) -> list[str]:
         """Restore sessions and listen; returns the urls, with the ports really taken."""
         self.listeners.load()
+        self.connections.ask_for_bases()
         await self.broker.start()
         self._systopics.start()
         self._manager.on_pressure.append(self.connections.press)
@@ -123,10 +124,7 @@ class Server:
         for conn in list(self.connections.open):
             self._check(conn)
             conn.ask_again()
-        asked = {of_plugin(name) for name in self._auth.settings.plugins}
-        for session in self.broker.sessions.all():
-            if session.proof[:1] == b"a" and session.proof not in asked:
-                session.proof = NOTHING
+        self.connections.ask_for_bases()
         self.broker.revoke()
 
     def _check(self, conn: Member) -> None:
