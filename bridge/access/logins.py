@@ -218,7 +218,8 @@ class Access:
         """Whether a client id is this user's, whoever was the first client to use it."""
         if (owner := self._accounts.owner_of(client_id)) is not None:
             return owner == user
-        return user is not None and self._client_ids != "any"  # nobody's name binds no id
+        bound = user is not None and self._client_ids != "any"  # nobody's name binds no id
+        return bound and self.may_use_id(user, client_id)
 
     def may_use_id(self, user: str | None, client_id: str) -> bool:
         """Whether this user may use a client id (None: anonymous, only ids that belong to no user)."""

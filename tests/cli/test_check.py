@@ -790,3 +790,25 @@ subscribe = ["commands/%c/#"]
     found = check(path, QUIET.replace("[greengrass]", f'client_ids = "{binding}"\n[greengrass]') + rules)
     assert len(found) == (binding == "any"), found
     assert all(line.startswith("warning: x.toml:") and "commands/%c/#" in line for line in found)
+
+
+def test_client_ids_that_two_listeners_bind_to_different_users_are_a_warning(path: Path) -> None:
+    (path.parent / "plant").write_text("ann:x\n")
+    text = QUIET.replace('listen = ["tcp://127.0.0.1:0"]', "allow_anonymous = true") + (
+        '[[mqtt.user]]\nname = "ann"\nclient_ids = ["plc-*", "ann"]\n'
+        '[[mqtt.listener]]\nname = "same"\nlisten = ["tcp://127.0.0.1:0"]\n'
+        '[[mqtt.listener.user]]\nname = "ann"\nclient_ids = ["plc-1"]\n'
+        '[[mqtt.listener.user]]\nname = "bob"\nclient_ids = ["plc-2", "ann-2", "p"]\n'
+        '[[mqtt.listener]]\nname = "plant"\nlisten = ["tcp://127.0.0.1:0"]\nusers_file = "plant"\n'
+        '[[mqtt.listener.user]]\nname = "ann"\nclient_ids = ["a*"]\n'
+    )
+    found = [line for line in check(path, text) if "all listeners share the client ids" in line]
+    assert found == [
+        f"warning: x.toml:{line}: mqtt.listener[{listener}].user[{user}].client_ids: {one!r} is bound to "
+        f"{whose!r} in {where}.user too, and all listeners share the client ids: whoever comes second is "
+        "refused; give each its own ids"
+        for line, listener, user, one, whose, where in (
+            (22, 0, 1, "plc-2", "ann", "mqtt"),
+            (29, 1, 0, "a*", "ann", "mqtt"),
+        )
+    ]

@@ -135,6 +135,41 @@ def test_a_user_of_the_same_name_at_another_listener_gets_neither_session_nor_id
     with_bridge(tmp_path, test, users_file=staff, listener=table)
 
 
+@pytest.mark.parametrize("binding", ["listed", "user", "prefix"])
+def test_two_users_with_the_same_client_id_never_end_each_others_session(
+    tmp_path: Path, binding: Any
+) -> None:
+    staff, plant = users(tmp_path / "staff", ann="1"), users(tmp_path / "plant", ann="2")
+    settings: dict[str, Any] = {"client_ids": binding}
+    if binding == "listed":
+        settings = {"user": [Account(name="ann", client_ids=["ann"])]}
+    table = [ListenerTable(name="plant", listen=ANY, users_file=plant)]
+
+    async def test(bridge: Bridge) -> None:
+        first, code = await log_in(bridge, 0, "ann", user="ann", password=b"1", properties=LASTING)
+        assert code == 0
+        for clean in (True, False):
+            _, code = await log_in(bridge, 1, "ann", clean=clean, user="ann", password=b"2")
+            assert code == 0x87
+        assert await first.alive()
+        first.abort()
+        await until(lambda: bridge.stat("connections") == 0)
+        await bridge.restart()
+        _, code = await log_in(bridge, 1, "ann", user="ann", password=b"2")
+        assert code == 0x87, "the session waits for its client"
+        first, code = await log_in(bridge, 0, "ann", user="ann", password=b"1")
+        assert code == 0
+        first.disconnect()
+        await until(lambda: bridge.stat("sessions") == 0)
+        second, code = await log_in(bridge, 1, "ann", user="ann", password=b"2")
+        assert code == 0, "the first one's session is over"
+        _, code = await log_in(bridge, 0, "ann", user="ann", password=b"1")
+        assert code == 0x87
+        assert await second.alive()
+
+    with_bridge(tmp_path, test, users_file=staff, listener=table, **settings)
+
+
 def test_the_will_of_an_absent_client_is_held_to_the_rules_of_its_listener(tmp_path: Path) -> None:
     rules = [AccessRule(publish=["a"])]
     table = [ListenerTable(name="narrow", listen=ANY, acl=rules)]

@@ -29,6 +29,7 @@ CHECKS = (
     network.certificates_of_users,
     network.destinations,
     network.client_ids,
+    network.shared_client_ids,
     files.directories,
     files.audit_log,
     files.auth_plugins,

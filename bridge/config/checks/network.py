@@ -223,6 +223,37 @@ def client_ids(context: CheckContext) -> Iterator[Finding]:
                 )
 
 
+def shared_client_ids(context: CheckContext) -> Iterator[Finding]:
+    """Report client ids that tables of several listeners bind to different users."""
+    mqtt = context.config.mqtt
+    tables: list[tuple[Keys, str, Sequence[Account]]] = [(("mqtt",), "", mqtt.user)]
+    for number, (given, listener) in enumerate(zip(mqtt.listener, mqtt.listeners()[1:], strict=True)):
+        realm = listener.name if listener.own_users else ""
+        tables.append((("mqtt", "listener", number), realm, given.user or ()))
+    known: list[tuple[Keys, str, str, str]] = []
+    for table, realm, accounts in tables:
+        for number, account in enumerate(accounts):
+            for one in account.client_ids:
+                for other, of, user, theirs in known:
+                    if other != table and (of, user) != (realm, account.name) and _share_an_id(one, theirs):
+                        where = dotted((*other, "user"))
+                        yield context.warning(
+                            (*table, "user", number, "client_ids"),
+                            f"{one!r} is bound to {user!r} in {where} too, and all listeners share the "
+                            "client ids: whoever comes second is refused; give each its own ids",
+                        )
+                        break
+            known += [(table, realm, account.name, one) for one in account.client_ids]
+
+
+def _share_an_id(one: str, other: str) -> bool:
+    """Whether a client id could fit both of two entries of `client_ids`."""
+    short, long = sorted((one, other), key=lambda entry: len(entry.rstrip("*")))
+    if short.endswith("*"):
+        return long.startswith(short[:-1])
+    return short == long or short + "*" == long
+
+
 def _wanted(context: CheckContext) -> Iterator[Wanted]:
     config = context.config
     if config.mqtt.mode == "embedded" and context.knows("mqtt", "mode"):

@@ -199,8 +199,8 @@ class Broker:
         while not inbox.line.gone:
             old, newest = self.sessions.get(client_id), self._newest.get(client_id)
             foreign = old is not None and old.identity.owner != asked.identity.owner
-            if foreign and not self.accesses.owns_id(asked.identity):
-                done(Refused(NOT_AUTHORIZED, f"client id {client_id!r} belongs to another user"))
+            if old is not None and foreign and (why := self._not_its_session(old, asked.identity)):
+                done(Refused(NOT_AUTHORIZED, why))
                 return
             if not self.accesses.still_admits(asked.identity, asked.proof):  # a reload came in between
                 done(Refused(NOT_AUTHORIZED, "what it logged in with has been replaced"))
@@ -216,6 +216,18 @@ class Broker:
             else:
                 self._attach(inbox, asked, old, done)
                 return
+
+    def _not_its_session(self, old: Session, asked: Identity) -> str:
+        """Why a client may not end another user's session, which has the id; empty if the id is bound to it.
+
+        The same id may be bound to a user of another listener. Then each keeps what it has.
+        """
+        if not self.accesses.owns_id(asked):
+            return f"client id {asked.client_id!r} belongs to another user"
+        if self.accesses.owns_id(old.identity):
+            whose = f"user {old.identity.user!r} of another listener"
+            return f"client id {asked.client_id!r} is bound to {whose} too, whose session has it"
+        return ""
 
     def _attach(
         self, inbox: Inbox, asked: Opening, session: Session | None, done: Callable[[bool | Refused], None]
