@@ -39,6 +39,8 @@ Page = Literal["none", "look", "operate"]
 PAGES: tuple[Page, ...] = ("none", "look", "operate")  # each may do what those before it may
 FILTERS = ("publish", "subscribe", "read", "manage")
 _PLACEHOLDER = re.compile("%[cu]")
+# What looks like a placeholder and is none: `%x`, and those of other brokers, such as `${username}`.
+_UNKNOWN = re.compile(r"%(?![cu])[A-Za-z]|\$?\{+[A-Za-z][^{}/]*\}+")
 
 
 def _wrong_filters(rights: Struct) -> Iterator[str]:
@@ -49,6 +51,11 @@ def _wrong_filters(rights: Struct) -> Iterator[str]:
                 yield f"`{right}`: {mistake}"
             elif name.startswith(SHARE):
                 yield f"`{right}`: {name!r}: rules name topics; leave out {SHARE}<group>/"
+            elif (unknown := _UNKNOWN.search(name)) is not None:
+                yield (
+                    f"`{right}`: {name!r}: there is no placeholder {unknown[0]}; write %u for the user name, "
+                    "%c for the client id, or + for a level that really has these characters"
+                )
 
 
 class Deny(Struct, frozen=True, kw_only=True):
@@ -95,7 +102,8 @@ class AccessRule(Rights, frozen=True, kw_only=True):
 
     `user` is a user name; "*" is every client, "" are anonymous clients. In filters `%c` is the client id and
     `%u` the user name; a filter with such a placeholder gives nothing to a client whose id or name contains
-    `/`, `+` or `#`, and denies it everything that the placeholder could stand for.
+    `/`, `+` or `#`, and denies it everything that the placeholder could stand for. There are no others: `%x`
+    and `{user}` are mistakes.
     Without any rule every connected client may publish and subscribe everywhere, and clients on this machine
     may do every operation on every stream.
 

@@ -19,6 +19,19 @@ MISTAKES: dict[str, tuple[str, int, str]] = {
     "a deny of no filters": ("[[mqtt.acl]]\n[mqtt.acl.deny]\nread = []\n", 2, "it denies nothing"),
     "a group in a rule": ('[[mqtt.acl]]\nsubscribe = ["$share/g/a"]\n', 2, "leave out $share/<group>/"),
     "a group in a deny": ('[[mqtt.acl]]\ndeny.subscribe = ["$share/g/#"]\n', 2, "leave out $share/<group>/"),
+    "a placeholder that is none": ('[[mqtt.acl]]\npublish = ["in/%x/#"]\n', 2, "there is no placeholder %x"),
+    "a placeholder in capitals": ('[[mqtt.acl]]\nsubscribe = ["in/%U"]\n', 2, "no placeholder %U; write %u"),
+    "a placeholder of another broker": (
+        '[[mqtt.role]]\nname = "r"\nread = ["in/${username}/#"]\n', 3, "no placeholder ${username}; write %u",
+    ),
+    "a misspelt placeholder": ('[[mqtt.acl]]\nmanage = ["streams/{user}"]\n', 2, "no placeholder {user}"),
+    "a deny with a placeholder that is none": (
+        '[[mqtt.acl]]\nuser = "ann"\ndeny.publish = ["in/a", "in/{{clientid}}/#"]\n', 3,
+        "no placeholder {{clientid}}",
+    ),
+    "a rule of a listener with a placeholder that is none": (
+        f'{LISTENER}[[mqtt.listener.acl]]\npublish = ["in/%n"]\n', 5, "no placeholder %n",
+    ),
     "certificates that nobody asks for": (
         '[[mqtt.user]]\nname = "ann"\ncertificates = ["cn:ann"]\n', 3, "no listener asks for certificates",
     ),
@@ -45,6 +58,10 @@ def test_a_mistake_in_users_rules_or_budgets_is_reported_with_its_line(tmp_path:
     reported = found(tmp_path, text)
     assert any(f"c.toml:{line}: " in one and wanted in one for one in reported), reported
     assert all(one.count("\n") == 0 for one in reported)
+
+
+def test_topics_with_signs_of_placeholders_are_no_mistake(tmp_path: Path) -> None:
+    assert found(tmp_path, '[[mqtt.acl]]\npublish = ["50%/%u/%c", "%/a", "{}/a", "a}", "{1}"]\n') == []
 
 
 def test_a_revocation_list_of_another_ca_is_reported(tmp_path: Path) -> None:
