@@ -99,7 +99,7 @@ def known_config(path: Path, *needed: Keys) -> Config:
     settings, reader = understand(tomlfile.read(path), dict)
     wrong = {keys[:depth] for keys in needed for depth in range(1, len(keys) + 1)} & reader.broken
     if reader.document.problems or wrong:
-        raise ConfigError("\n".join(reader.problems))
+        raise ConfigError(reader.report())
     return settings
 
 

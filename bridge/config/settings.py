@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Struct
 
-from bridge.access.accounts import mistakes
+from bridge.access.accounts import Mistake, mistakes
 from bridge.access.rules import Deny, Rights
 from bridge.audit.settings import AuditSettings
 from bridge.auth.settings import AuthSettings
@@ -144,7 +144,7 @@ def load(path: Path, exporters: Exporters | None = None) -> Config:
     """Read the configuration at `path` and the fragments in `conf.d` beside it; see `understand`."""
     config, reader = understand(tomlfile.read(path), exporters)
     if reader.problems:
-        raise ConfigError("\n".join(reader.problems))
+        raise ConfigError(reader.report())
     return config
 
 
@@ -188,7 +188,7 @@ def stream_definition(
         reader, name, table, ("streams", name), lambda: discovery.load(plugin_dirs).exporters
     )
     if definition is None or reader.problems:
-        raise ConfigError("\n".join(problem.partition(": ")[2] for problem in reader.problems))
+        raise ConfigError("\n".join(problem.what for problem in reader.problems))
     return definition
 
 
@@ -263,11 +263,22 @@ def needs_restart(started: Config, new: Config) -> list[str]:
 
 
 def _access(reader: Reader, mqtt: MqttConfig) -> None:
-    """Report what is wrong between the tables of users and roles, and operations that do not exist."""
-    if any(keys[:1] == ("mqtt",) for keys in reader.broken):  # what follows from a mistake is none
-        return
+    """Report what is wrong between the tables of users and roles, and operations that do not exist.
+
+    What may follow from a mistake that is reported already is none.
+    """
+
+    def sound(*keys: str | int) -> bool:
+        return not any(keys[: len(one)] == one or one[: len(keys)] == keys for one in reader.broken)
+
+    def report(wrong: Mistake, keys: Keys) -> None:
+        if sound(*keys, wrong.table, wrong.number, wrong.key) and (wrong.key != "roles" or roles_known):
+            reader.problem((*keys, wrong.table, wrong.number, wrong.key), wrong.what)
+
+    # One that cannot be read at all leaves the others out, too.
+    roles_known = len(mqtt.role) == len(reader.document.data["mqtt"].get("role", ()))
     for wrong in mistakes(mqtt.user, mqtt.role):
-        reader.problem(("mqtt", wrong.table, wrong.number, wrong.key), wrong.what)
+        report(wrong, ("mqtt",))
     tables: list[tuple[Keys, Sequence[Rights]]] = [
         (("mqtt", "acl"), mqtt.acl),
         (("mqtt", "role"), mqtt.role),
@@ -275,28 +286,33 @@ def _access(reader: Reader, mqtt: MqttConfig) -> None:
     names: set[str] = set()
     for number, (given, listener) in enumerate(zip(mqtt.listener, mqtt.listeners()[1:], strict=True)):
         keys: Keys = ("mqtt", "listener", number)
-        for what in listener.mistakes():
-            reader.problem((*keys, "listen"), what.removeprefix("`listen`: "))
+        known = all(sound("mqtt", key) for key in ("tls", "users_file"))
+        if known and all(sound(*keys, key) for key in _OF_LOGINS):
+            for what in listener.mistakes():
+                reader.problem((*keys, "listen"), what.removeprefix("`listen`: "))
         if given.name in names:
             reader.problem((*keys, "name"), "another listener has this name; choose another")
         names.add(given.name)
         for wrong in mistakes(given.user or (), mqtt.role):
             if wrong.table == "user":
-                reader.problem((*keys, wrong.table, wrong.number, wrong.key), wrong.what)
+                report(wrong, keys)
         tables.append(((*keys, "acl"), given.acl or ()))
     for keys, rights in tables:
         for number, one in enumerate(rights):
-            if one.deny == Deny() and reader.document.states((*keys, number, "deny")):
-                reader.problem((*keys, number, "deny"), "it denies nothing; list topic filters, or remove it")
+            place = (*keys, number, "deny")
+            if one.deny == Deny() and sound(*place) and reader.document.states(place):
+                reader.problem(place, "it denies nothing; list topic filters, or remove it")
             listed = (("operations",), one.operations or ()), (("deny", "operations"), one.deny.operations)
-            for place, operations in listed:
+            for inner, operations in listed:
                 for name in operations:
                     if name not in _OPERATIONS:
                         near = difflib.get_close_matches(name, _OPERATIONS, n=1)
                         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_OPERATIONS)}"
-                        reader.problem((*keys, number, *place), f"there is no operation {name!r}; {hint}")
+                        reader.problem((*keys, number, *inner), f"there is no operation {name!r}; {hint}")
 
 
+# What decides whether somebody can log in at a listener.
+_OF_LOGINS = ("listen", "allow_anonymous", "users_file", "tls", "proxy_protocol")
 _OPERATIONS = (*OPERATIONS, *DELIVERIES)
 
 

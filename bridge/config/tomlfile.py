@@ -15,8 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bridge.errors import ConfigError
-
 Keys = tuple[str | int, ...]
 
 _PART = r"""(?:[A-Za-z0-9_-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')"""
@@ -30,13 +28,23 @@ _SYNTAX_ERROR = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$
 
 
 class Position(NamedTuple):
-    """A line of a file."""
+    """A line of a file; 0 is the file as a whole."""
 
     file: Path
     line: int
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        return f"{self.file}:{self.line}" if self.line else str(self.file)
+
+
+class Problem(NamedTuple):
+    """A mistake, where it is, and what to do."""
+
+    position: Position
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.position}: {self.what}"
 
 
 class Document:
@@ -45,7 +53,7 @@ class Document:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.files: list[Path] = []
-        self.problems: list[str] = []  # of files that could not be read
+        self.problems: list[Problem] = []  # of files that could not be read
         self.data: dict[str, Any] = {}
         self._positions: dict[Keys, Position] = {(): Position(path, 1)}
 
@@ -65,12 +73,16 @@ class Document:
             keys = keys[:-1]
         return self._positions[keys]
 
+    def order(self, position: Position) -> tuple[bool, Path, int]:
+        """A key to sort positions in the order in which the files are read."""
+        return position.file != self.path, position.file, position.line
+
     def add(self, path: Path) -> None:
         """Merge one file into the document; if it cannot be read, `problems` says so."""
         try:
             data, lines = _parse(path)
-        except ConfigError as error:
-            self.problems.append(str(error))
+        except _UnreadableError as error:
+            self.problems.append(Problem(Position(path, error.line), str(error)))
             return
         self.files.append(path)
         _merge(self.data, data, (), self._forget)
@@ -97,23 +109,31 @@ def read(path: Path) -> Document:
     return document
 
 
+class _UnreadableError(Exception):
+    """Why a file cannot be read, and from which line on; 0: all of it."""
+
+    def __init__(self, what: str, line: int = 0) -> None:
+        super().__init__(what)
+        self.line = line
+
+
 def _parse(path: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
     try:
         text = path.read_bytes().decode()
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file; give another one with --config") from None
+        raise _UnreadableError("there is no such file; give another one with --config") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check its owner and mode") from error
+        raise _UnreadableError(f"cannot be read ({error.strerror}); check its owner and mode") from error
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}:{line}: not valid UTF-8; save the file as UTF-8") from error
+        raise _UnreadableError("not valid UTF-8; save the file as UTF-8", line) from error
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         found = _SYNTAX_ERROR.search(str(error))
         line = int(found[1]) if found and found[1] else text.count("\n") + 1
         what = _SYNTAX_ERROR.sub("", str(error))
-        raise ConfigError(f"{path}:{line}: not valid TOML: {what}") from error
+        raise _UnreadableError(f"not valid TOML: {what}", line) from error
     return data, _lines(text.replace("\r\n", "\n"))
 
 

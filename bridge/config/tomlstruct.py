@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Struct
 
 from bridge import units
-from bridge.config.tomlfile import Document, Keys
+from bridge.config.tomlfile import Document, Keys, Problem
 from bridge.errors import StreamBridgeError
 from bridge.model import mistake
 from bridge.printable import without_credentials
@@ -64,13 +64,19 @@ class Reader:
         self.document, self._reported, self._full_names = document, reported, full_names
         self.broken = set(reported)
         self.base = document.path.absolute().parent
-        self.problems: list[str] = []
+        self.problems: list[Problem] = []
 
     def problem(self, keys: Keys, what: str) -> None:
         """Report a mistake in the value at `keys`."""
         value = self._shown(keys)
         self.broken.add(keys)
-        self.problems.append(f"{self.document.position(keys)}: {dotted(keys)}{value}: {what}")
+        position = self.document.position(keys)
+        self.problems += (Problem(position, f"{dotted(keys)}{value}: {one}") for one in what.splitlines())
+
+    def report(self) -> str:
+        """All mistakes, by file and line, each in one line."""
+        found = sorted(self.problems, key=lambda one: self.document.order(one.position))
+        return "\n".join(map(str, found))
 
     def unknown(self, keys: Keys, known: Iterable[str]) -> None:
         """Report an unknown key, with the most similar known one."""
@@ -116,7 +122,7 @@ class Reader:
             else:
                 before = len(self.problems)
                 value = self.value(field.type, raw, (*keys, key))
-                if len(self.problems) == before or isinstance(value, Struct):
+                if len(self.problems) == before or self._is_kept(value):
                     values[field.name] = value
         for key, field in fields.items():
             if field.required and key not in table and (*keys, key) not in self.broken:
@@ -127,6 +133,12 @@ class Reader:
             return None
         except (ValueError, StreamBridgeError) as error:
             return self._without_mistakes(cls, values, str(error), table, keys, fields)
+
+    def _is_kept(self, value: object) -> bool:
+        """Whether a value counts though parts of it are mistakes: a table, or a list of tables."""
+        if isinstance(value, list) and not self._full_names:
+            return all(isinstance(one, Struct) for one in value)
+        return isinstance(value, Struct)
 
     def _without_mistakes(
         self, cls: type[S], values: dict[str, Any], found: str, table: dict[str, Any], keys: Keys,

@@ -300,23 +300,54 @@ identifier = "two"
 """
         found = [line.split(": ", 2)[1:] for line in check(path, text)]
     assert [(where, what[:24]) for where, what in found] == [
-        ("conf.d/broken.toml:1", "not valid TOML: Invalid "),
+        ("x.toml:3", "gateway.data_dir: data i"),
         ("x.toml:4", "gateway.memory_dir = 5: "),
         ("x.toml:7", 'mqtt.listen = ["tcp://12'),
         ("x.toml:7", 'mqtt.listen = ["tcp://12'),
+        ("x.toml:7", "mqtt.listen: cannot list"),
+        ("x.toml:8", "mqtt.users_file: users c"),
+        ("x.toml:10", "http.listen: every machi"),
         ("x.toml:12", 'greengrass.listen = ":80'),
         ("x.toml:14", 'log.level = "loud": must'),
         ("x.toml:16", 'streams.a.topic = "x": u'),
-        ("x.toml:7", "mqtt.listen: cannot list"),
-        ("x.toml:10", "http.listen: every machi"),
-        ("x.toml:3", "gateway.data_dir: data i"),
         ("x.toml:17", "streams.a.topics: 'a/#/b"),
         ("x.toml:17", "streams.a.topics: '$SYS/"),
         ("x.toml:20", "streams.a.export.s3[0].s"),
         ("x.toml:21", "streams.a.export.s3[0].b"),
         ("x.toml:22", "streams.a.export.s3[0].c"),
         ("x.toml:23", "streams.a.export.kinesis"),
-        ("x.toml:8", "mqtt.users_file: users c"),
+        ("conf.d/broken.toml:1", "not valid TOML: Invalid "),
+    ]
+    findings = json.loads(streambridge("check", "-c", path, "--json").stdout)["findings"]
+    places = [(Path(one["file"]).name, one["line"]) for one in findings]
+    assert places[1] == ("x.toml", 4)
+    assert places[-1] == ("broken.toml", 1)
+
+
+def test_a_mistake_in_one_table_of_users_and_roles_hides_none_in_the_others(path: Path) -> None:
+    text = QUIET.replace("[greengrass]", 'colour = "red"\n[greengrass]') + (
+        "[[mqtt.acl]]\ndeny = {}\n"
+        '[[mqtt.acl]]\nsubscribe = ["a/#/b"]\noperations = ["readMesages"]\n'
+        '[[mqtt.user]]\nname = "ann"\nroles = ["reder"]\nclient_ids = ["*x"]\n'
+        '[[mqtt.role]]\nname = "reader"\npublish = ["%x"]\n'
+        '[[mqtt.role]]\nname = "reader"\n'
+        '[[mqtt.listener]]\nname = "a"\nlisten = ["tcp://127.0.0.1:0"]\n'
+        '[[mqtt.listener.user]]\nname = "bob"\nroles = ["writer"]\n'
+        '[[mqtt.listener]]\nname = "a"\nlisten = ["tls://127.0.0.1:0"]\n'
+    )
+    found = [line.split(": ")[1:3] for line in check(path, text) if line.startswith("error")]
+    assert [(where.partition(":")[2], what.partition(" ")[0]) for where, what in found] == [
+        ("7", "mqtt.colour"),
+        ("13", "mqtt.acl[0].deny"),
+        ("15", "mqtt.acl[1].subscribe"),
+        ("16", "mqtt.acl[1].operations"),
+        ("19", "mqtt.user[0].roles"),
+        ("20", "mqtt.user[0].client_ids"),
+        ("23", "mqtt.role[0].publish"),
+        ("25", "mqtt.role[1].name"),
+        ("31", "mqtt.listener[0].user[0].roles"),
+        ("33", "mqtt.listener[1].name"),
+        ("34", "mqtt.listener[1].listen"),
     ]
 
 
@@ -327,8 +358,8 @@ def test_stored_streams_are_checked_too(path: Path, fill: Fill) -> None:
         copy.write_bytes(b"?")
     text = '[streams.sensors]\nmax_size = 2048\npersistence = "Memory"\n[streams.lost]\n'
     found = check(path, QUIET + text)
-    assert found[0].startswith("error: x.toml:13: streams.sensors.persistence: the stream exists with")
-    assert found[1].startswith("warning: x.toml:12: streams.sensors.max_size: the stream holds ")
+    assert found[0].startswith("warning: x.toml:12: streams.sensors.max_size: the stream holds ")
+    assert found[1].startswith("error: x.toml:13: streams.sensors.persistence: the stream exists with")
     assert found[2].startswith("error: x.toml:14: streams.lost: both stored copies of its definition")
     assert "`streambridge repair`" in found[2]
 
@@ -372,11 +403,11 @@ def test_mistakes_in_rules_are_all_reported_with_their_lines(path: Path) -> None
     assert [line.split(": ", 3)[1:3] for line in found] == [
         [f"x.toml:{begin + 2}", 'streams.a.export.s3[0].reduce[0].longest_silence_millis = "10 minutes"'],
         [f"x.toml:{begin + 3}", "streams.a.export.s3[0].reduce[0].sampel = 2"],
-        [f"x.toml:{begin + 6}", 'streams.a.export.s3[0].reduce[1].drop = ["debug"]'],
         [f"x.toml:{begin + 5}", "streams.a.export.s3[0].reduce[1].deadband"],
+        [f"x.toml:{begin + 6}", 'streams.a.export.s3[0].reduce[1].drop = ["debug"]'],
     ]
     assert "did you mean `sample`" in found[1]
-    assert """'/temp_c' is 'much'; write a number""" in found[3]
+    assert """'/temp_c' is 'much'; write a number""" in found[2]
 
 
 def test_rules_that_cut_batches_into_pieces_are_a_warning_and_on_s3_they_do_not(path: Path) -> None:
@@ -416,8 +447,8 @@ def test_listeners_without_a_password_on_the_network_are_warnings(path: Path) ->
     text = QUIET.replace('[greengrass]\nlisten = ""', '[greengrass]\nlisten = "0.0.0.0:0"')
     found = check(path, text.replace('[http]\nlisten = ""', '[http]\nlisten = "[::]:0"'))
     assert [line[: line.index(" has access to")] for line in found] == [
-        "warning: x.toml:10: http.listen: every machine that reaches [::]:0",
         "warning: x.toml:8: greengrass.listen: every machine that reaches 0.0.0.0:0",
+        "warning: x.toml:10: http.listen: every machine that reaches [::]:0",
     ]
 
 
@@ -761,8 +792,8 @@ uri = "http{{s}}://127.0.0.1:{{web}}/in"
     speaks = "speaks only TLS; write" if secure else "does not speak TLS; write"
     rest = "or use the other port"
     assert found == [
-        f"error: x.toml:16: mqtt.external.url: 127.0.0.1:{broker} {speaks} mqtt{right}://, {rest}",
         f"error: x.toml:14: aws.endpoint_url: 127.0.0.1:{web} {speaks} http{right}://, {rest}",
+        f"error: x.toml:16: mqtt.external.url: 127.0.0.1:{broker} {speaks} mqtt{right}://, {rest}",
         f"error: x.toml:19: streams.a.export.http[0].uri: 127.0.0.1:{web} {speaks} http{right}://, {rest}",
     ]
     assert check(path, text.format(s=wrong, broker=broker, web=web)) == []  # nobody is there now

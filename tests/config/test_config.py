@@ -411,10 +411,10 @@ def test_mistakes_between_users_and_roles_are_reported_with_their_lines(path: Pa
         """.replace("DIGITS", "ab" * 32).replace("PAIRS", ":".join(["AB"] * 32)),
     )
     assert [line.partition(": ")[0] for line in found] == [
-        f"streambridge.toml:{line}" for line in (7, 10, 15, 16, 18, 4, 5)
+        f"streambridge.toml:{line}" for line in (4, 5, 7, 10, 15, 16, 18)
     ]
-    assert "did you mean 'readMessages'?" in found[5]
-    assert found[1].endswith("there is no role 'reder'; known: reader")
+    assert "did you mean 'readMessages'?" in found[0]
+    assert found[3].endswith("there is no role 'reder'; known: reader")
 
 
 def test_a_mistake_in_a_role_is_reported_alone(path: Path) -> None:

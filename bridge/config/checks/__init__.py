@@ -8,7 +8,8 @@ The only connections to other machines are those to the configured destinations,
 TLS, and to the instance's metadata service, if AWS credentials come from there. An unreachable machine is no
 finding.
 
-One run finds everything: a mistake hides only what depends on its own key.
+One run finds everything: a mistake hides only what depends on its own key. Findings are in the order of the
+files and their lines; those that are in no file come last.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from pathlib import Path
 
 from bridge.config import tomlfile
 from bridge.config.checks import files, network, streams, upstreams
-from bridge.config.checks.context import CheckContext, Finding
+from bridge.config.checks.context import CheckContext, Finding, finding
 from bridge.config.settings import Config, understand
+from bridge.config.tomlfile import Position
 
 CHECKS = (
     network.listeners,
@@ -56,10 +58,15 @@ def examine(path: Path) -> tuple[Config, list[Finding]]:
     document = tomlfile.read(path)
     settings, reader = understand(document)
     context = CheckContext(settings, document, reader.broken)
-    found = [Finding("error", line) for problem in reader.problems for line in problem.splitlines()]
+    found = [finding("error", problem) for problem in reader.problems]
     for check in CHECKS:
         found += check(context)
-    return settings, found
+
+    def order(one: Finding) -> tuple[object, ...]:
+        place = None if one.file is None else document.order(Position(one.file, one.line or 0))
+        return place is None, place
+
+    return settings, sorted(found, key=order)
 
 
 def blockers(path: Path, settings: Config) -> list[str]:

@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import fields
 
 from bridge.config.settings import Config
-from bridge.config.tomlfile import Document, Keys
+from bridge.config.tomlfile import Document, Keys, Problem
 from bridge.config.tomlstruct import Reader, dotted, snake
 from bridge.errors import InvalidDefinition
 from bridge.model import MessageStreamDefinition
@@ -22,10 +22,15 @@ from bridge.plugin.api import ExportConfig
 
 
 class Finding(Struct, frozen=True):
-    """One thing that is wrong, where it is, and what to do."""
+    """One thing that is wrong, where it is, and what to do: `what` says it all.
+
+    `file` and `line` are where it is; None if it is not in the configuration, or the file as a whole.
+    """
 
     level: Literal["error", "warning"]
     what: str
+    file: Path | None = None
+    line: int | None = None
 
 
 class DeclaredExport(NamedTuple):
@@ -38,7 +43,7 @@ class DeclaredExport(NamedTuple):
     keys: Keys
     kind: str
     config: ExportConfig | None
-    mistakes: list[str]
+    mistakes: list[Problem]
 
 
 class CheckContext:
@@ -57,13 +62,17 @@ class CheckContext:
             return False
         return not self.document.problems or self.document.states(keys)
 
+    def knows_all(self, *keys: str | int) -> bool:
+        """Return whether also everything below a key is what its author wants."""
+        return self.knows(*keys) and not any(one[: len(keys)] == keys for one in self._broken)
+
     def error(self, keys: Keys, what: str) -> Finding:
         """A finding that keeps the service, or a part of it, from working."""
-        return Finding("error", f"{self.document.position(keys)}: {dotted(keys)}: {what}")
+        return finding("error", Problem(self.document.position(keys), f"{dotted(keys)}: {what}"))
 
     def warning(self, keys: Keys, what: str) -> Finding:
         """A finding that will sooner or later cause trouble."""
-        return Finding("warning", f"{self.document.position(keys)}: {dotted(keys)}: {what}")
+        return finding("warning", Problem(self.document.position(keys), f"{dotted(keys)}: {what}"))
 
     @cached_property
     def registry(self) -> discovery.Registry:
@@ -97,6 +106,11 @@ class CheckContext:
                     what = re.sub(rf"\b{field.encode_name}\b", field.name, what)
                 reader.problem((*keys, *inner), what)
         return DeclaredExport(stream, keys, kind, config, reader.problems)
+
+
+def finding(level: Literal["error", "warning"], problem: Problem) -> Finding:
+    """A finding in the configuration."""
+    return Finding(level, str(problem), problem.position.file, problem.position.line or None)
 
 
 def existing(path: Path) -> Path:

@@ -96,7 +96,7 @@ def certificates_of_users(context: CheckContext) -> Iterator[Finding]:
     """Report certificates of users that no listener asks for: these users cannot log in at all."""
     mqtt = context.config.mqtt
     asks = any(one.tls is not None and one.tls.client_ca is not None for one in mqtt.listeners())
-    if asks or not context.knows("mqtt", "tls"):
+    if asks or not (context.knows_all("mqtt", "tls") and context.knows_all("mqtt", "listener")):
         return
     tables: list[tuple[Keys, Sequence[Account]]] = [(("mqtt",), mqtt.user)]
     tables += [(("mqtt", "listener", n), one.user or ()) for n, one in enumerate(mqtt.listener)]

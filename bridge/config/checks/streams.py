@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from bridge.config.checks.context import CheckContext, DeclaredExport, Finding, existing
+from bridge.config.checks.context import CheckContext, DeclaredExport, Finding, existing, finding
 from bridge.config.settings import keys_to, sentence
 from bridge.config.tomlfile import Keys
 from bridge.config.tomlstruct import dotted, snake
@@ -189,7 +189,7 @@ def _size(stored: StreamMeta) -> int:
 # -- exports -----------------------------------------------------------------------------------------
 def _export(context: CheckContext, export: DeclaredExport) -> Iterator[Finding]:
     """Check one export's options."""
-    yield from (Finding("error", mistake) for mistake in export.mistakes)
+    yield from (finding("error", mistake) for mistake in export.mistakes)
     stream, keys, config = export.stream, export.keys, export.config
     if config is None:
         return
