@@ -349,9 +349,9 @@ class Operations(ABC):
         return await self._exports("resumeExports", stream_name, export)
 
     async def retry_exports(self, stream_name: str, export: str | None = None) -> list[str]:
-        """Let an export of a stream, or all, make the next attempt now; return their names. Over MQTT only.
+        """Let an export of a stream, or all, send what is stored now; return their names. Over MQTT only.
 
-        An export that has stopped begins again.
+        It waits neither for a full batch nor after a failure. An export that has stopped begins again.
         """
         return await self._exports("retryExports", stream_name, export)
 

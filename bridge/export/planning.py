@@ -1,8 +1,8 @@
 """Which messages make the next batch: reading a stream, waiting for more, skipping holes.
 
-A batch is due when enough messages or bytes are pending, when the oldest pending message is old
-enough, or at once if the export has no interval. Until then each message is read once, counted and
-not kept: memory stays bounded by one batch per thread, however many exports wait.
+A batch is due when enough messages or bytes are pending, when the oldest pending message is old enough, or at
+once if the export has no interval or an operator asks for it. Until then each message is read once, counted
+and not kept: memory stays bounded by one batch per thread, however many exports wait.
 
 With `topics`, only messages that match one of the filters are counted and planned. Each topic is matched once
 (as long as there are few). If none of the pending messages matches, the position passes them at once.
@@ -108,6 +108,7 @@ class Planner:
         self._count = self._size = 0
         self._full_at = 0.0
         self._count_at = 0.0
+        self._hurried = 0  # messages below this number wait for no others
 
     def configure(
         self, limits: BatchLimits, batching: Batching, most: int, topics: Sequence[str] = ()
@@ -135,9 +136,13 @@ class Planner:
                 return max(n, 1)
         return min(len(records), self._records)
 
+    def hurry(self, upto: int) -> None:
+        """Let messages below a number wait for no others; from any thread."""
+        self._hurried = upto
+
     def due(self, position: int) -> float:
         """The monotonic time at which planning may return a batch: in the past if it is unknown."""
-        if self._count_from != position:
+        if self._count_from != position or position < self._hurried:
             return 0.0
         return min(self._full_at, self._count_at) if self._source.next > self._counted_to else self._full_at
 
@@ -347,7 +352,9 @@ class Planner:
 
     def _is_due(self, position: int, end: int) -> bool:
         millis = self._batching.millis
-        if millis is None or (self._matching is None and end - position >= self._records):
+        if millis is None or position < self._hurried:
+            return True
+        if self._matching is None and end - position >= self._records:
             return True
         now = time.monotonic()
         if self._count_from != position:

@@ -182,11 +182,12 @@ class ExportSupervisor:
         self._schedule_update()
 
     def retry(self, name: str, identifiers: Collection[str]) -> None:
-        """Let these exports make an attempt now. A worker that is starting makes one anyway."""
+        """Let these exports send what they have now. A worker that is starting makes an attempt anyway."""
         for identifier in identifiers:
             if (suspicion := self._suspicions.get((name, identifier))) is not None:
                 suspicion.until = 0.0
-        self._send(wire.Try(name, sorted(identifiers)))
+        upto = stream.next if (stream := self._streams.get(name)) is not None else 0
+        self._send(wire.Try(name, sorted(identifiers), upto))
 
     def pending(self, name: str) -> dict[str, list[Record]]:
         """By export, the first pending records: an argument of `forget` after the deletion."""

@@ -121,8 +121,12 @@ class Task:
         self._backoff.files = _secret_files(config)
         self._updated = True
 
-    def retry(self) -> None:
-        """Make an attempt now, with a new exporter: at the end of a backoff, or after a stop."""
+    def retry(self, upto: int) -> None:
+        """Make an attempt now, with a new exporter: at the end of a backoff, or after a stop.
+
+        A batch that still collects messages is sent too, as far as they are below `upto`.
+        """
+        self._planner.hurry(upto)
         self._backoff.hold(0.0)
         self._updated = True
 

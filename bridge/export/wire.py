@@ -74,10 +74,11 @@ class Define(WorkerMessage, frozen=True, array_like=True, tag=True):
 
 
 class Try(WorkerMessage, frozen=True, array_like=True, tag=True):
-    """To the worker: exports that are to make an attempt now, whatever they wait for."""
+    """To the worker: exports that are to send messages below `upto` now, whatever they wait for."""
 
     name: str
     identifiers: list[str]
+    upto: int
 
 
 class Forget(WorkerMessage, frozen=True, array_like=True, tag=True):

@@ -209,8 +209,8 @@ class Worker:
                     self._scheduler.wake(name)
             case wire.Define():
                 self._define(message)
-            case wire.Try(name, identifiers):
-                self._try(name, identifiers)
+            case wire.Try(name, identifiers, upto):
+                self._try(name, identifiers, upto)
             case wire.Forget(name, pending):
                 self._forget(name, pending)
             case wire.Appended(number, error):
@@ -274,11 +274,11 @@ class Worker:
         self._scheduler.wake(message.name)
         self.changed(message.name)
 
-    def _try(self, name: str, identifiers: Sequence[str]) -> None:
+    def _try(self, name: str, identifiers: Sequence[str], upto: int) -> None:
         for identifier in identifiers:
             task = self._scheduler.get(name, identifier)
             if task is not None and not task.deleted:
-                task.retry()
+                task.retry(upto)
         self._scheduler.wake(name)
 
     def _add(

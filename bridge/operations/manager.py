@@ -88,7 +88,7 @@ class Exports(Protocol):
         """A stream was opened or created, or its definition or the exports that are paused have changed."""
 
     def retry(self, name: str, identifiers: Collection[str]) -> None:
-        """Let these exports make an attempt now."""
+        """Let these exports send what they have now."""
         return
 
     def pending(self, name: str) -> dict[str, list[Record]]:
@@ -541,12 +541,13 @@ class StreamManager:
         return wanted if paused else [identifier for identifier in wanted if identifier in known]
 
     def retry(self, name: str, export: str | None) -> list[str]:
-        """retryExports: let one export of a stream, or all that may, make an attempt now; returns which.
+        """retryExports: let one export of a stream, or all that may, send what it has now; returns which.
 
-        Also one that has stopped. Raises StreamNotFound, ExportNotFound, or InvalidRequest for an export that
-        is paused, disabled or a consumer.
+        Also one that has stopped, or whose batch is not full yet. Raises StreamNotFound, ExportNotFound, or
+        InvalidRequest for an export that is paused, disabled or a consumer.
         """
-        paused = self.stream(name).meta.paused
+        stream = self.stream(name)
+        paused = stream.meta.paused
         resting: dict[str, str] = {}
         for kind, configs in self.definitions[name].export_definition.items():
             for raw in configs:
@@ -559,6 +560,7 @@ class StreamManager:
         if export in resting:
             raise InvalidRequest(f"export {export!r} of stream {name!r} {resting[export]}")
         wanted = [identifier for identifier in wanted if identifier not in resting]
+        self._report(stream)  # what was stored just now is sent too
         self._exports.retry(name, wanted)
         return wanted
 

@@ -155,6 +155,26 @@ async def test_an_export_that_collects_a_batch_says_when_it_is_sent_at_the_lates
 
 
 @scenario
+async def test_a_retry_sends_what_is_stored_without_waiting_for_a_full_batch(recorder: Path) -> None:
+    out, other = recorder / "out", recorder / "other"
+    async with running(recorder) as gateway:
+        slow = {"batchSize": 100, "lingerMillis": 3_600_000}
+        gateway.create("s", {"recorder": [to(out, **slow), to(other, "other", **slow)]})
+        await gateway.append("s", b"0", b"1")
+        await until(lambda: all(one.next_attempt_time for one in gateway.manager.export_statuses("s")))
+        # What is appended just before the command is sent too.
+        await gateway.append("s", b"2")
+        assert gateway.manager.retry("s", "out") == ["out"]
+        await until(lambda: numbers(out) == [0, 1, 2])
+        await gateway.append("s", b"3")
+        await until(lambda: gateway.manager.export_statuses("s")[0].next_attempt_time)
+        assert numbers(out) == [0, 1, 2], "the next batch is collected as ever"
+        assert numbers(other) == []
+        assert gateway.manager.retry("s", None) == ["out", "other"]
+        await until(lambda: numbers(out) == numbers(other) == [0, 1, 2, 3])
+
+
+@scenario
 async def test_the_age_of_an_error_survives_a_restart(tmp_path: Path) -> None:
     drop_in(tmp_path, "switched", SWITCHED)
     (tmp_path / "out.down").touch()
