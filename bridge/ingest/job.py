@@ -302,6 +302,8 @@ def was_made(sink: Sink, states: StateStore, previous: int | None, version: int)
     Its answer was lost then, and others have committed since: each state says from which it was planned. The
     table of today need not have its files any more, but older versions do, for a compaction has merged them.
     """
+    # Not `sinks.base.discard`: that looks at the files of today's table, so it would delete these. Nor can
+    # that use this: a merge (`Sink.replace`) leaves the pointer as it is, so no chain of states tells.
     found = sink.pointer()
     try:
         while found is not None and found not in (previous, version):

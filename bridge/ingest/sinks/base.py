@@ -229,5 +229,6 @@ def discard(sink: Sink, files: Sequence[DataFile]) -> None:
 
     Files that the table has all the same are kept: the commit may have succeeded, and its answer was lost.
     """
+    # Not `job.was_made`: that follows the chain of states, and a merge (`Sink.replace`) makes no new state.
     live = {file.path for file in sink.files()}
     sink.target().location.open().delete(file.path for file in files if file.path not in live)
