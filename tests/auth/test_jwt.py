@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from bridge import Accepted, Denied
+from bridge.access.accounts import Account
 from bridge.auth.settings import AuthSettings
 from bridge.auth.supervisor import Auth
 from bridge.mqtt.wire import properties as p
@@ -309,3 +310,24 @@ def test_a_running_service_notices_a_key_that_is_gone_without_a_signal(tmp_path:
     finally:
         service.process.terminate()
         service.process.wait()
+
+
+def test_a_user_with_certificates_does_not_log_in_with_a_token(tmp_path: Path) -> None:
+    plugin = discovery.load().manager.get_plugin("jwt")
+    options = plugin.Options(jwks_file=jwks(tmp_path), issuer=ISSUER, audience=AUDIENCE)
+    auth = Auth(AuthSettings(plugins={"jwt": options}, timeout=30_000))
+    accounts = [Account(name="pump-7", certificates=["cn:plc-1"])]
+
+    async def main() -> None:
+        settings: dict[str, Any] = {"allow_anonymous": False, "user": accounts}
+        async with asyncio.timeout(90), running(tmp_path, auth=auth, **settings) as bridge:
+            assert (await opened(bridge, "a", token(claims(sub="pump-8"))))[1].body[1] == 0
+            assert (await opened(bridge, "b", token()))[1].body[1] == 0x86
+            # A user who gets such a list loses what a token has opened before.
+            client, _ = await opened(bridge, "c", token(claims(sub="pump-8")))
+            more = [*accounts, Account(name="pump-8", certificates=["cn:plc-2"])]
+            bridge.front.reload(msgspec.structs.replace(bridge.config, user=more))
+            assert await client.receive() == Packet(0xE0, b"\x87\0")
+            assert (await opened(bridge, "c", token(claims(sub="pump-8"))))[1].body[1] == 0x86
+
+    run_async(main())
