@@ -37,9 +37,13 @@ class Accesses:
     def still_admits(self, identity: Identity, proof: bytes) -> bool:
         """Whether a client that logged in with this proof still could."""
         access = self._of(identity)
+        if access is None:
+            return False
         if is_of_plugin(proof):
-            return access is not None and proof in self.of_plugins
-        return access is not None and access.still_admits(identity.user, proof)
+            user = identity.user or ""
+            taken = access.knows(user) or access.needs_certificate(user)
+            return proof in self.of_plugins and not taken
+        return access.still_admits(identity.user, proof)
 
     def is_gone(self, identity: Identity, proof: bytes) -> bool:
         """Whether the user of a client that is not admitted is gone, and its session is nobody's."""

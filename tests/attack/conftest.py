@@ -43,6 +43,7 @@ publish = ["sensors/%u/#", "streambridge/%c/+"]
 subscribe = ["commands/%u/#"]
 [greengrass]
 listen = "127.0.0.1:0"
+tokens_file = "tokens"
 [http]
 listen = "127.0.0.1:0"
 [firehose]
@@ -58,6 +59,7 @@ READY = re.compile(
     r"mqtt://[\d.]+:(?P<mqtt>\d+),ws://[\d.]+:(?P<ws>\d+),mqtts://[\d.]+:(?P<mqtts>\d+)"
 )
 PASSWORD = b"right"
+TOKENS = {name: f"token-of-{name}-on-8088" for name in ("pump-7", "pump-8")}
 CLOSED = (ConnectionError, BrokenPipeError, ssl.SSLError)
 
 
@@ -151,6 +153,7 @@ class Gateway:
         (directory / "gateway.toml").write_text(CONFIG.format(cert=pair.cert, key=pair.key))
         lines = {"users": [f"{name}:{hash_password(PASSWORD)}" for name in ("pump-7", "pump-8", "operator")]}
         lines["keys"] = ["AKIDEXAMPLE wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY pump-7"]
+        lines["tokens"] = [f"{name} {token}" for name, token in TOKENS.items()]
         for name, content in lines.items():
             (directory / name).touch(0o600)
             (directory / name).write_text("\n".join(content) + "\n")

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from bridge import Accepted, Denied
 from bridge.access.accounts import Account
+from bridge.access.users import hash_password
 from bridge.auth.settings import AuthSettings
 from bridge.auth.supervisor import Auth
 from bridge.mqtt.wire import properties as p
@@ -329,5 +330,12 @@ def test_a_user_with_certificates_does_not_log_in_with_a_token(tmp_path: Path) -
             bridge.front.reload(msgspec.structs.replace(bridge.config, user=more))
             assert await client.receive() == Packet(0xE0, b"\x87\0")
             assert (await opened(bridge, "c", token(claims(sub="pump-8"))))[1].body[1] == 0x86
+            # So does one whose name is now in the users file.
+            client, _ = await opened(bridge, "d", token(claims(sub="pump-9")))
+            path = tmp_path / "users"
+            path.write_text(f"pump-9:{hash_password(b'x')}\n")
+            path.chmod(0o600)
+            bridge.front.reload(msgspec.structs.replace(bridge.config, users_file=path))
+            assert await client.receive() == Packet(0xE0, b"\x87\0")
 
     run_async(main())
