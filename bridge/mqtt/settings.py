@@ -95,7 +95,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     in_flight             messages sent to one subscriber and not yet acknowledged by it
     queued_messages       messages waiting for one subscriber beyond those, and their bytes
                           (queued_bytes); then the oldest is dropped and counted
-    sessions              persistent sessions; the one away for longest goes first, and is logged
+    sessions              persistent sessions of clients that are away; of the user who has most of them,
+                          the one away for longest goes first, and is logged
     session_expiry_interval   how long a session may outlive its connection at most
     messages_per_second   of one connection; 0 is no limit; a faster one is read more slowly
     subscriptions         topic filters of one client

@@ -69,6 +69,38 @@ def test_a_user_with_certificates_does_not_log_in_with_a_password(tmp_path: Path
     with_bridge(tmp_path, test, users_file=path, user=accounts, allow_anonymous=False)
 
 
+def test_who_opens_session_after_session_ends_none_of_others(tmp_path: Path) -> None:
+    names = ("ann", "bob", "pump-7")
+    path = users(tmp_path, "".join(f"{name}:{hash_password(name.encode())}\n" for name in names))
+
+    async def leave(bridge: Bridge, client_id: str, user: str) -> None:
+        client = await bridge.open()
+        options: dict[str, Any] = {"user": user, "password": user.encode(), "properties": STAYS}
+        assert (await answer(client, client_id, clean=False, **options))[1] == 0
+        if user == "pump-7":
+            await client.exchange(subscribe(1, ("commands/pump-7", 1), level=V5))
+        client.disconnect()
+        assert await client.closed()
+
+    async def test(bridge: Bridge) -> None:
+        await leave(bridge, "pump-7", "pump-7")
+        await leave(bridge, "bob", "bob")
+        for number in range(10):
+            await leave(bridge, f"made-up-{number}", "ann")
+        assert bridge.stat("ended_sessions") == 8
+        left = {session.client_id for session in bridge.broker.sessions.all()}
+        assert left == {"pump-7", "bob", "made-up-8", "made-up-9"}
+        await bridge.restart()
+        sender = await bridge.connect("s", user="bob", password=b"bob")
+        await sender.exchange(publish("commands/pump-7", b"open", 1, 1))
+        pump = await bridge.open()
+        body = await answer(pump, "pump-7", clean=False, user="pump-7", password=b"pump-7", properties=STAYS)
+        assert body[:2] == b"\1\0", "its session is there, with what was sent to it"
+        assert (await pump.message()).payload == b"open"
+
+    with_bridge(tmp_path, test, users_file=path, sessions=4)
+
+
 def test_who_comes_in_without_a_name_leaves_no_will_when_that_is_forbidden(tmp_path: Path) -> None:
     path = users(tmp_path, f"ann:{hash_password(b'ann')}\n")
 

@@ -321,8 +321,9 @@ class Broker:
 
     def _evicted(self, session: Session) -> None:
         text = (
-            "the session of client %r is ended, with the messages queued for it: it was away for longest, "
-            "and there are more than [mqtt.limits] sessions = %d (counted in the metrics as ended_sessions)"
+            "the session of client %r is ended, with the messages queued for it: its user has most of those "
+            "who are away, and there are more than [mqtt.limits] sessions = %d (counted in the metrics as "
+            "ended_sessions)"
         )
         self.reports.log("evicted", logging.WARNING, text, session.client_id, self.limits.sessions)
 

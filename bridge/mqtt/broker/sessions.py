@@ -2,8 +2,9 @@
 
 A session lives as long as its connection, and then for its expiry interval: 0 for a clean session of
 3.1.1, no end for the others there, what the client asked for in MQTT 5; never longer than
-`limits.session_expiry_interval`. At most `limits.sessions` are kept for clients that are away: the one
-that has been away for longest goes first, is logged, and counted (`ended_sessions`).
+`limits.session_expiry_interval`. At most `limits.sessions` are kept for clients that are away. One too many
+ends the one that has been away for longest, of the user who has most of them: whoever opens many ends only
+sessions of its own. It is logged, and counted (`ended_sessions`).
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ class Sessions:
         self._runtime, self._limits, self._counts, self._clock = runtime, limits, counts, clock
         self._notes, self._ended, self._evicted = notes, ended, evicted
         self._by_id: dict[str, Session] = {}
-        self._away: dict[str, Session] = {}  # in the order in which they were left
+        # By user, and by client id in the order in which they were left.
+        self._away: dict[tuple[str, str | None], dict[str, Session]] = {}
+        self._away_of: dict[str, tuple[str, str | None]] = {}  # the user, by client id
 
     def __len__(self) -> int:
         """How many sessions there are."""
@@ -107,7 +110,10 @@ class Sessions:
             session.timer.cancel()
             session.timer = None
         session.left = 0.0
-        self._away.pop(session.client_id, None)
+        if (owner := self._away_of.pop(session.client_id, None)) is not None:
+            del self._away[owner][session.client_id]
+            if not self._away[owner]:
+                del self._away[owner]
 
     def leave(self, session: Session) -> None:
         """A client has gone: end its session now, or when its time is over."""
@@ -118,11 +124,13 @@ class Sessions:
         if seconds <= 0:
             self.end(session)
             return
-        self._away[session.client_id] = session
+        owner = self._away_of.setdefault(session.client_id, session.identity.owner)
+        self._away.setdefault(owner, {})[session.client_id] = session
         session.timer = self._runtime.later(seconds, self._expired, session)
-        if len(self._away) > self._limits.sessions:
+        if len(self._away_of) > self._limits.sessions:
             self._counts["ended_sessions"] += 1
-            oldest = next(iter(self._away.values()))
+            most = max(self._away.values(), key=lambda of_user: (len(of_user), -_first(of_user).left))
+            oldest = _first(most)
             self._evicted(oldest)
             self.end(oldest)
 
@@ -157,3 +165,8 @@ class Sessions:
             for timer in (session.timer, session.will_timer):
                 if timer is not None:
                     timer.cancel()
+
+
+def _first(sessions: dict[str, Session]) -> Session:
+    """The one that was left first."""
+    return next(iter(sessions.values()))
