@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bridge.durable import sync_directory
-from bridge.printable import printable_json, without_credentials
+from bridge.printable import printable, printable_json, without_credentials
 
 log = logging.getLogger(__name__)
 
@@ -267,5 +267,6 @@ def _sentence(shown: dict[str, Any]) -> str:
         str(shown[key]) for key in ("event", "outcome", "front_end", "address") if key in shown
     )
     more = (f"{key}={shown[key]!r}" for key in ("user", "client", "on", "repeated") if key in shown)
-    why = f": {shown['why']}" if "why" in shown else ""
+    # An error may repeat what a client has sent, and in the journal nobody escapes it.
+    why = f": {printable(shown['why'])}" if "why" in shown else ""
     return " ".join((*head, *more)) + why

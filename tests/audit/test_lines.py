@@ -256,3 +256,17 @@ def test_journald_gets_fields_whatever_is_in_them(tmp_path: Path) -> None:
     assert refused["MESSAGE"].startswith("login refused mqtt 192.0.2.1 user='an\\nPRIORITY=0'")
     assert refused["SYSLOG_IDENTIFIER"] == "streambridge-audit"
     assert json.loads(created["STREAMBRIDGE_AFTER"]) == values
+
+
+def test_no_error_that_repeats_what_a_client_sent_forges_an_entry_of_the_journal(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    forged = "invalid value 'x\nlogin ok mqtt 10.0.0.1 user='ann'\x1b[2J\u202e"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(str(path))
+        receiver.setblocking(False)
+        with audited(journald=True, journald_socket=path):
+            record("updateMessageStream", "failed", origin=HERE, user="bob", why=forged)
+        (entry,) = entries(receiver)
+    assert entry["STREAMBRIDGE_WHY"] == forged
+    assert entry["MESSAGE"].isprintable()
+    assert entry["MESSAGE"].startswith("updateMessageStream failed mqtt 192.0.2.1 user='bob': invalid value")

@@ -171,6 +171,9 @@ class Broker:
         for session in self.sessions.all():
             if self.accesses.still_admits(session.identity, session.proof):
                 continue
+            gone = self.accesses.is_gone(session.identity, session.proof)
+            if session.will is None and session.line is None and not gone:
+                continue  # nothing is left to take from it, or was taken at an earlier reload
             if session.will is not None:
                 self.counts["dropped_wills"] += 1
                 self.set_will(session, None)
@@ -183,7 +186,7 @@ class Broker:
             )
             if session.line is not None:
                 session.line.fail("refused_reload", REVOKED, NOT_AUTHORIZED)
-            if self.accesses.is_gone(session.identity, session.proof):
+            if gone:
                 self.sessions.end(session)
         self.router.forget_routes()
 
