@@ -99,7 +99,7 @@ class Limits(Struct, frozen=True, kw_only=True):
                           the one away for longest goes first, and is logged
     session_expiry_interval   how long a session may outlive its connection at most
     messages_per_second   of one connection; 0 is no limit; a faster one is read more slowly
-    subscriptions         topic filters of one client
+    subscriptions         topic filters of one client; together they may have 256 times as many characters
     retained_messages     retained messages in all, and their bytes (retained_bytes); more are refused
                           before they are stored anywhere
     """

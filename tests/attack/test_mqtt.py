@@ -155,6 +155,23 @@ def test_thousands_of_filters_in_one_packet_are_bounded(gateway: Gateway) -> Non
     assert gateway.memory() - before < 64 << 20
 
 
+def test_the_longest_filters_are_bounded_by_their_length_together(gateway: Gateway) -> None:
+    before = gateway.memory()
+    for number in range(20):
+        attacker = gateway.attack()
+        attacker.log_in(f"long-{number}", level=V5)
+        for part in range(1, 6):
+            filters = ((f"commands/pump-8/{'x' * 4_000}{part}-{n}", 0) for n in range(190))
+            attacker.send(subscribe(part, *filters, level=V5))
+            head, body = attacker.packet()
+            assert head == 0x90
+        assert body[3:].strip(b"\x97") == b"", "quota exceeded"
+        attacker.send(subscribe(9, ("commands/pump-8/short", 0), level=V5))
+        assert attacker.packet() == (0x90, b"\0\x09\0\0"), "usual ones are accepted"
+        attacker.close()
+    assert gateway.memory() - before < 32 << 20
+
+
 def test_a_packet_full_of_properties_is_refused_or_bounded(gateway: Gateway) -> None:
     before = gateway.memory()
     attacker = gateway.attack()

@@ -64,7 +64,7 @@ from bridge.mqtt.wire.packets import (
 from bridge.topics import SHARE, is_topic_filter, unshared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
     from pathlib import Path
 
     from bridge.access.logins import Access
@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from bridge.runtime import Runtime, Timer
 
 SETTLE_TIMEOUT = 5.0  # seconds for the commit of what a client's last connection published
+USUAL_FILTER = 256  # characters; longer ones count: there may be 16 times as many in a filter
 LONGEST_DELAY = 0xFFFF_FFF  # seconds of a timer
 REVOKED = "it could not log in any more with the name, password, token or certificate that it has shown"
 
@@ -506,12 +507,21 @@ class Broker:
             _refused(session, "subscribe", request.filter, why)
         elif request.filter not in known and (full := line.full_of_subscriptions(len(known))):
             code, why = QUOTA_EXCEEDED, full
+        elif request.filter not in known and (long := self._too_long(request.filter, known)):
+            code, why = QUOTA_EXCEEDED, long
         else:
             return 0
         self.counts["refused_subscriptions"] += 1
         text = "%s: subscription to %.200r refused: %s (counted in the metrics)"
         self.reports.log(f"subscription {code}", logging.WARNING, text, line.name, request.filter, why)
         return code
+
+    def _too_long(self, topic_filter: str, known: Iterable[str]) -> str:
+        """Why a long filter would take too much memory beside those that a client has; empty if not."""
+        most = self.limits.subscriptions * USUAL_FILTER
+        if len(topic_filter) <= USUAL_FILTER or len(topic_filter) + sum(map(len, known)) <= most:
+            return ""
+        return f"its filters would have more than {most} characters; see [mqtt.limits] subscriptions"
 
 
 def _why(session: Session, right: str, topic_filter: str) -> str:
