@@ -241,7 +241,7 @@ def _protocol(model: Any, drawn: dict[tuple[str, str], list[str]], defects: Enum
     kept = ["| always | why |", "|---|---|"]
     kept += [f"| {one.says[0].upper()}{one.says[1:]} | {one.why} |" for one in model.invariants]
     wrong = [f"* {one.value}" for one in list(defects)[1:]]  # the first one is none
-    head = "Something is broken, and the model finds it, if"
+    head = "The explorer finds each of these defects:"
     return "\n".join([*figure, "```", "", *steps, "", *kept, "", head, "", *wrong])
 
 
