@@ -244,7 +244,7 @@ class Auth:
             return
         silence = time.monotonic() - self._unheard
         if silence > HANGS * self.settings.timeout / 1000:
-            log.error("the auth process has answered nothing for %.1f s; killing it", silence)
+            log.error("the auth process has not answered for %.1f s; killing it", silence)
             self._ready = False
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()

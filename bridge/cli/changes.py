@@ -91,7 +91,7 @@ def update(
         typer.Option(
             "--export",
             metavar="EXPORT",
-            help="Change settings of this export instead; its others stay.",
+            help="Change settings of this export instead; its other settings stay.",
             autocompletion=complete_export,
         ),
     ] = None,
@@ -99,7 +99,7 @@ def update(
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Change settings of a stream or of one of its exports; the others stay.
+    """Change settings of a stream or of one of its exports; other settings stay.
 
     A table (limits, export.KIND) is replaced as a whole. With --export, a key with a dot, as a.b=1, changes
     only that entry of a table.
@@ -344,7 +344,7 @@ def ack(
     consumer: Consumer,
     numbers: Annotated[Numbers, typer.Argument(metavar="NUMBER", help="Done: never deliver again.")] = None,
     nack: Annotated[
-        Numbers, typer.Option("--nack", metavar="NUMBER", help="Not now: deliver again, after --delay.")
+        Numbers, typer.Option("--nack", metavar="NUMBER", help="Not done: deliver it again, after --delay.")
     ] = None,
     delay: Annotated[
         str, typer.Option("--delay", metavar="DURATION", help="The delay of --nack, such as 1m.")
@@ -363,7 +363,7 @@ def ack(
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Report the results of a consumer's messages, whichever client holds them."""
+    """Report the results of a consumer's messages, no matter which client fetched them."""
     if not (numbers or nack or in_progress or terminate):
         raise typer.BadParameter("give at least one number")
     reply = operate(

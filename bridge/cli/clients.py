@@ -91,7 +91,7 @@ def disconnect(
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Close the connections of a client, or of all clients to which the options apply.
+    """Close the connections of a client, or of all clients that match the options.
 
     Sessions stay, and wills are published. Clients may connect again: to keep them out, first change the
     users file, or the list in crl_file.

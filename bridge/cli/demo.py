@@ -206,7 +206,7 @@ def demo(
 ) -> None:
     """Kill a gateway and show that it lost nothing.
 
-    Runs a gateway of its own on free ports, in a temporary directory, and kills it while a device publishes.
+    Runs a separate gateway on free ports, in a temporary directory, and kills it while a device publishes.
     The exit code is 0 only if every acknowledged reading is stored.
     """
 
@@ -361,8 +361,8 @@ def bench(
 ) -> None:
     """Measure message rate and latency.
 
-    Once with messages written to the file system, and once with `flush_on_write`, on the disk. Runs a gateway
-    of its own in a temporary directory, which needs up to 150 MB.
+    Measures without and with `flush_on_write`, so with messages in the file system and on the disk. Runs a
+    separate gateway in a temporary directory, which needs up to 150 MB.
     """
     found: dict[str, dict[str, Any]] = {}
     with _directory(directory) as temporary, _gateway(temporary) as gateway, _progress() as progressed:

@@ -28,7 +28,8 @@ app = typer.Typer(help="Create and replace the key of encrypted streams.", no_ar
     epilog="""\b
 Examples:
   streambridge keys new /etc/streambridge/encryption.key
-  streambridge keys new - | systemd-creds encrypt --with-key=tpm2 - /etc/credstore.encrypted/encryption.key
+  streambridge keys new - |
+    sudo systemd-creds encrypt --name=encryption-key - /etc/credstore.encrypted/encryption-key
 """
 )
 def new(
@@ -36,7 +37,7 @@ def new(
 ) -> None:
     """Create a key file.
 
-    Keep a copy of it elsewhere: without it, nobody can read what is encrypted.
+    Keep a copy elsewhere: without the key, nobody can read the encrypted data.
     """
     if str(path) == "-":
         output.echo(new_master().rstrip())
@@ -73,7 +74,7 @@ def rotate(
     directory = data_directory(config, data_dir)
     keys = keys_of(config, directory, key_file)
     if not is_used(directory):
-        raise StreamBridgeError(f"{directory}: nothing is encrypted here yet; make another key file instead")
+        raise StreamBridgeError(f"{directory}: nothing is encrypted here yet; create a new key file instead")
     if keys.key_file is not None and os.access(keys.key_file.parent, os.W_OK):
         number, finished = keys.rotate()
     else:

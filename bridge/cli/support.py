@@ -75,10 +75,10 @@ def support(
     ] = True,
     config: ConfigOption = DEFAULT_CONFIG,
 ) -> None:
-    """Pack an archive for whoever helps you, without secrets or messages.
+    """Collect diagnostic data for a support request, without secrets and messages.
 
-    It has versions, the configuration, findings of `check` and `verify`, the state of streams and exports,
-    metrics and the last lines of the log. The service may be running.
+    The archive contains versions, the configuration, findings of `check` and `verify`, the state of streams
+    and exports, metrics and the last lines of the log. The service may be running.
     """
     now = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
     path = target if target is not None else Path(f"streambridge-support-{now}.tar.gz")
@@ -92,7 +92,7 @@ def support(
             entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
             archive.addfile(entry, io.BytesIO(data))
     output.echo(f"wrote {path}")
-    output.note("note: read it before you give it away; README.txt in it says what was removed")
+    output.note("note: read the archive before you send it; its README.txt lists what was removed")
 
 
 def _files(config: Path, lines: int, *, check_messages: bool) -> dict[str, str]:

@@ -384,7 +384,7 @@ class Task:
     def _resume(self) -> None:
         if self.position.cursor.stopped:
             self.position.cursor.stopped = b""
-            log.info("%s: resumes after its stop", self.label)
+            log.info("%s: resuming after it had stopped", self.label)
             self.position.report(None)
 
     def _recovered(self) -> None:

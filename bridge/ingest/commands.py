@@ -302,7 +302,7 @@ def accept(
     where: TableOptions,
     as_json: Json = False,
 ) -> None:
-    """Accept that streams are gone, or, with --rows, the table as others have left it.
+    """Accept that streams are gone, or, with --rows, that others have changed the table.
 
     Streams that were deleted on purpose: their pending messages count as trimmed, no longer as missing. Rows
     that were deleted from the table on purpose count as trimmed too, and no run takes them again. Numbers

@@ -72,7 +72,7 @@ async def read(sock: socket.socket) -> str | None:
     while len(received) < need:
         piece = await loop.sock_recv(sock, need - len(received))
         if not piece:
-            raise ConnectionResetError("it hung up in its PROXY header")
+            raise ConnectionResetError("the connection was closed in the middle of its PROXY header")
         received += piece
         if len(received) <= FIXED:
             length = check(received)

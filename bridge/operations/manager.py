@@ -552,7 +552,7 @@ class StreamManager:
         for kind, configs in self.definitions[name].export_definition.items():
             for raw in configs:
                 if kind == KIND:
-                    resting[raw["identifier"]] = "is a consumer: its clients fetch when they want to"
+                    resting[raw["identifier"]] = "is a consumer: its clients decide when they fetch"
                 elif raw.get("disabled"):
                     resting[raw["identifier"]] = "is disabled by its definition"
         resting |= dict.fromkeys(paused, "is paused; resume it")

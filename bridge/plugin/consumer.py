@@ -56,10 +56,12 @@ class ClientExporter(Exporter):
     def check(cls, config: ConsumerConfig) -> None:
         """Raise ValueError for a priority, and for a start that is ambiguous."""
         if config.priority is not None:
-            raise ValueError("priority: a consumer has none, since its clients fetch when they want to")
+            raise ValueError(
+                "priority: a consumer has no priority, because its clients decide when they fetch"
+            )
         if config.reduce:
             raise ValueError(
-                "reduce: a consumer has none, since its messages do not leave the gateway in order"
+                "reduce: a consumer has no rules, because its messages do not leave the gateway in order"
             )
         try:
             start = config.start_millis
@@ -68,4 +70,4 @@ class ClientExporter(Exporter):
                 f"startTime: {config.start_time!r} is not a time with a zone, such as 2026-01-31T12:00:00Z"
             ) from None
         if start is not None and config.start_sequence_number:
-            raise ValueError("startTime: give it or startSequenceNumber, not both")
+            raise ValueError("give startTime or startSequenceNumber, not both")

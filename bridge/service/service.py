@@ -85,9 +85,9 @@ def _collect_keys(keys: Keys, store: StreamStore) -> None:
 
     try:
         if number := keys.collect(used):
-            log.info("%d keys deleted that nothing is encrypted with any more", number)
+            log.info("deleted %d unused encryption keys", number)
     except (OSError, CorruptData) as error:
-        log.warning("keys that nothing is encrypted with are kept: %s", error)
+        log.warning("unused encryption keys cannot be deleted: %s", error)
 
 
 async def _trim() -> None:
@@ -360,7 +360,7 @@ class Service:
         try:
             audit.reload(config.audit)
         except ConfigError as error:
-            log.error("reload of [audit] failed, the old audit log goes on: %s", error, extra=logs.ANSWER)
+            log.error("reload of [audit] failed, the old audit log continues: %s", error, extra=logs.ANSWER)
             self._mistakes.append(str(error))
             failed.append("audit")
         failed += self._read_files(config)
@@ -389,7 +389,7 @@ class Service:
                 return
             config = msgspec.structs.replace(config, mqtt=config.mqtt.with_rules_of(fresh.mqtt))
             if config == self._applied and all(path in own for path in paths):
-                log.info("changed: %s; it waits for a reload", names, extra=logs.ANSWER)
+                log.info("changed: %s; reload the service to apply it", names, extra=logs.ANSWER)
                 return
         log.info("changed and read again: %s", names, extra=logs.ANSWER)
         self._report_reload(self._read_files(config), f"changed: {names}")

@@ -5,11 +5,11 @@ const session = { user: null, token: "", users: true, look: true, operate: true 
 async function learn() {
   Object.assign(session, { user: null, token: "" }, await get("/session.json"));
   showUser();
-  if (!session.look) logIn("This gateway shows its state to users only.");
+  if (!session.look) logIn("Log in to see the state of this gateway.");
 }
 
 function showUser() {
-  put($("user"), session.user === null ? "" : `Logged in as ${session.user}${session.operate ? "" : ", who may only look"}`);
+  put($("user"), session.user === null ? "" : `Logged in as ${session.user}${session.operate ? "" : ", view only"}`);
   put($("log"), session.user === null ? "Log in" : "Log out");
 }
 
@@ -67,7 +67,7 @@ async function act(operation, stream, name, done) {
   } catch (error) {
     if (error.status === 401 || error.status === 403) {
       await learn();
-      if (session.user === null) { logIn("The session is over.", again); return; }
+      if (session.user === null) { logIn("Your session has ended.", again); return; }
     }
     say(`${name}: ${error.message}`);
   }

@@ -83,8 +83,8 @@ async function followTail(name) {
   tail.newest = found.newest;
   list.prepend(...found.messages.reverse().map(messageItem));
   while (list.children.length > KEPT_MESSAGES) list.lastChild.remove();
-  const missed = found.left ? ` ${whole.format(found.left)} more came meanwhile and are not shown.` : "";
-  put($("tail-text"), list.children.length ? `Newest first, at most ${KEPT_MESSAGES}.${missed}` : topic ? "No recent message has such a topic." : "No messages yet.");
+  const missed = found.left ? ` ${whole.format(found.left)} more have arrived since and are not shown.` : "";
+  put($("tail-text"), list.children.length ? `Newest first, at most ${KEPT_MESSAGES}.${missed}` : topic ? "No recent message matches this filter." : "No messages yet.");
 }
 
 $("tail-form").addEventListener("submit", (event) => event.preventDefault());

@@ -132,7 +132,7 @@ class Subscriptions:
             if self._again is None and self._connected:
                 self._again = self._runtime.later(ASK_AGAIN, self._ask_again)
         elif known is not None:
-            log.info("%s grants our subscription to %r now", self._settings.url, topic_filter)
+            log.info("%s now grants the subscription to %r", self._settings.url, topic_filter)
 
     def _ask_again(self) -> None:
         self._again = None
