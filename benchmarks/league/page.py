@@ -30,52 +30,56 @@ HEAD = """\
 
 <!-- Made by `python -m benchmarks.league`; a change here is lost. -->
 
-What brokers and logs lose of what they have acknowledged, when something goes wrong. One client publishes
-messages of 128 bytes, in groups of 100; a message counts when its acknowledgement has arrived before the
-harm. Then the server is started again on what is left, and everything is read. Each server is alone on
-its machine: no replication, which some of them need for their full promise.
+This page shows how many acknowledged messages each server loses after a fault. A server survives a power cut
+without loss only if it syncs before it acknowledges.
+
+One client publishes messages of 128 bytes in groups of 100. A message counts if its acknowledgement arrived
+before the fault. Afterwards the server is started again on the remaining data, and all messages are read.
+Each server runs as a single node, without the replication that some of them need for their full promise.
 
 ```sh
 python -m benchmarks.league --mosquitto DIRECTORY --nats PATH   # as root; --help says more
 ```
 
-[league.json](league.json) has every trial. A cell is what was **lost** of all that was acknowledged, over
-all trials of that kind; for bit flips and cuts, the most that one trial has lost. *No start*: the server
-did not start again within 90 s, or what it stores could not be read within 30 s after that. *Wrong* are
-messages whose bytes nobody has sent, *twice* those that came more than once.
+[league.json](league.json) has every trial. A cell shows the **lost** messages of all acknowledged ones, over
+all trials of that fault; for bit flips and cut files, it shows the trial with the largest loss. *No start*:
+the server did not start within 90 s, or its messages could not be read within another 30 s. *Wrong* counts
+messages with bytes that nobody has sent, and *twice* those that were read more than once.
 
 """
 KINDS = """\
-## What is done
+## The faults
 
 * **SIGKILL**: the server and all its processes are killed after 2 to 3 s of load.
-* **power cut**: the data is on a file system of its own, on a loop device, which is synced once before
-  the load. After 2.2 to 3.4 s of load it is shut down with its journal unflushed (`FS_IOC_SHUTDOWN`):
-  from then on nothing reaches the disk. A copy of that disk is mounted.
-* **failing syncs**: under load, `strace` makes every `fsync`, `fdatasync`, `msync`, `sync_file_range` and
-  `syncfs` fail with EIO; 2 s later the power is cut (ext4). A server that goes on acknowledging loses
-  that.
-* **full disk**: under load, another program takes all room that is left; 2 s later SIGKILL, a start on
-  the full disk, then room, and another start.
-* **one bit flipped**: after SIGKILL, in turn in a stored message and anywhere in the server's files; each
-  trial has a copy of its own.
-* **newest file cut**: after SIGKILL, the file that holds the newest message is cut in the middle of it.
-  What was there is gone; the question is what else is.
+* **Power cut**: the data is on a separate file system on a loop device, which is synced once before the
+  load. After 2.2 to 3.4 s of load, the file system is shut down without writing its journal
+  (`FS_IOC_SHUTDOWN`), so nothing reaches the disk any more. Then a copy of that disk is mounted.
+* **Failing syncs**: under load, `strace` makes every `fsync`, `fdatasync`, `msync`, `sync_file_range` and
+  `syncfs` fail with EIO. The power is cut 2 s later (ext4). A server that continues to acknowledge loses
+  these messages.
+* **Full disk**: under load, another program takes all remaining space. After 2 s the server is killed and
+  started on the full disk. Then space is freed, and the server is started again.
+* **One bit flipped**: after SIGKILL, one bit is flipped in a stored message or anywhere in the server's
+  files, in turn. Each trial has its own copy.
+* **Newest file cut**: after SIGKILL, the file with the newest message is cut in the middle of that message.
+  The question is which other messages are lost.
 
-No real machine lost its power, so that no disk has lied about a sync, and a loop device reorders less
-than a disk may. A 0 says that this run has lost none, and no more: other work ran on the machine
-meanwhile, which makes some loads small. The rates are rough: those of one connection that waits for each
-group of 100, the best of three turns over all servers. They say what a setting costs, not how fast a
-server can be ([Results](results.md) does).
+What the results do not show:
 
-streambridge writes what comes together as one record with one checksum: a flipped bit costs all of it,
-and is reported. Mosquitto replaces `mosquitto.db` as a whole, so that a power cut does not tear it; the last
-column shows what another cause would do. Mosquitto and RabbitMQ deliver the messages to a session or a
-consumer, and the others are read where they are stored.
+* No real machine lost its power, so no disk lied about a sync, and a loop device reorders less than a disk
+  may. A 0 means only that this run lost nothing. Other work ran on the machine, so some loads are small.
+* The rates are rough: one connection that waits for each group of 100, the best of three turns over all
+  servers. They show what a setting costs, not how fast a server can be: see [Results](results.md).
+* streambridge writes messages that arrive together as one record with one checksum. A flipped bit costs the
+  whole record, and is reported.
+* Mosquitto replaces `mosquitto.db` as a whole, so a power cut does not cut it off. The last column shows
+  what happens if it is cut off for another reason.
+* From Mosquitto and RabbitMQ, the messages are read by a session or a consumer. From the others, they are
+  read where they are stored.
 
-## Who, and how configured
+## Servers and configurations
 
-`{data}` is the directory that is harmed, `{home}` one that is not.
+`{data}` is the directory that the fault affects, `{home}` one that it does not.
 
 """
 
