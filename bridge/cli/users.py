@@ -102,7 +102,7 @@ def passwd(user: User, config: ConfigOption = DEFAULT_CONFIG, file: FileOption =
 def remove(
     user: User, sure: Sure = False, config: ConfigOption = DEFAULT_CONFIG, file: FileOption = None
 ) -> None:
-    """Remove a user. The last one cannot be removed, since nobody could log in then."""
+    """Remove a user. The last user cannot be removed, because nobody could log in afterwards."""
     path = _known(config, file, user)
     if len(read_users(path)) == 1:
         raise StreamBridgeError(

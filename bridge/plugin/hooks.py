@@ -65,7 +65,7 @@ def aws_credentials(settings: AwsSettings) -> Callable[[], Credentials] | None:
 
 @hookspec(firstresult=True)
 def authenticate(login: Login, options: AuthOptions) -> Accepted | Denied | None:
-    """Say who a client is, or that it is refused, or None to leave it to other plugins.
+    """Return who a client is, or that it is refused, or None to leave the decision to other plugins.
 
     It runs in the auth process, in several threads at the same time, for clients that are not in
     `mqtt.users_file`. A client waits for at most `auth.timeout`; an exception or a late answer refuses it. If
@@ -75,13 +75,14 @@ def authenticate(login: Login, options: AuthOptions) -> Accepted | Denied | None
 
 @hookspec(firstresult=True)
 def authorize(question: Question, options: AuthOptions) -> bool | None:
-    """Say whether a client may publish or subscribe there, or None to leave it to other plugins.
+    """Return whether a client may publish or subscribe, or None to leave the decision to other plugins.
 
-    It is asked about what the rules allow, at the first message of a connection on a topic and at each
-    subscription; the answer holds for `auth.decisions`. If all plugins return None, the client may.
+    It is called for actions that the rules allow, at the first message of a connection on a topic and at each
+    subscription. The answer is cached for `auth.decisions`. If all plugins return None, the action is
+    allowed.
     """
 
 
 @hookspec
 def handle_event(event: Event) -> None:
-    """Handle an event, in a thread of its own. Events are dropped if more than 1,000 are queued."""
+    """Handle an event, in a separate thread. Events are dropped if more than 1,000 are queued."""

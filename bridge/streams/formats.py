@@ -1,4 +1,4 @@
-"""Which format the files of a data directory have, and bringing those of an earlier one to the present.
+"""The format of a data directory, and the conversion of earlier formats.
 
     <data_dir>/format = "streambridge data format " number [" upgrading"] " " crc32 of that, hex, "\\n"
 
@@ -9,7 +9,7 @@
 
 Upgrade: the first start of a newer build writes the new number with "upgrading", replaces the segments one by
 one, each atomically, and takes "upgrading" away when all streams have been opened. Each segment says its own
-format, so that a kill at any instant leaves what the next start goes on with. A message's age becomes its
+format, so after a kill at any instant the next start continues. A message's age becomes its
 ingest time; the age timeline of a directory without a clock begins with the newest age that is stored.
 
 Downgrade: a build refuses a directory with a higher number than it knows. Those of format 1 do not look at

@@ -379,7 +379,7 @@ class Commit:
     # -- the streams -----------------------------------------------------------------------------
 
     def write(self, state: State) -> Steps[State]:
-        """What is pending is written to the file as one frame."""
+        """The pending group is written to the file as one frame."""
         for stream, log in enumerate(state.logs):
             if state.up and log.pending and not log.flight:
                 yield f"stream {STREAMS[stream]} writes its group", self._in_flight(state, stream)

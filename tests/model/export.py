@@ -238,7 +238,7 @@ class Exports:
             )
 
     def _commit(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
-        """It is committed, and the worker hears of it."""
+        """The message is committed, and the worker is notified."""
         if export.committed < len(export.log):
             yield "it is committed", export._replace(committed=len(export.log))
 

@@ -234,7 +234,7 @@ class Ingest:
             yield "a limit drops B 0", state._replace(uploaded=state.uploaded | OF_B, dropped=OF_B)
 
     def reports(self, state: State) -> Steps[State]:
-        """The gateway says how far it is."""
+        """The gateway reports what it has uploaded."""
         fresh = Report(state.uploaded, state.dropped)
         if fresh != state.report:
             yield "the gateway reports", state._replace(report=fresh)
