@@ -76,6 +76,7 @@ class Auth:
         self._writer: asyncio.StreamWriter | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()  # cancelled, and their children may be there still
         self._guesses = Guesses()
         self._turns = FairQueue(settings.threads)
         self._queued: Counter[str] = Counter()  # logins by network, until there is an answer
@@ -107,24 +108,27 @@ class Auth:
     async def start(self) -> None:
         """Start the child, if there are plugins, and keep it running."""
         if self.active:
-            self._task = asyncio.create_task(self._supervise(None), name="auth supervisor")
+            self._task = asyncio.create_task(self._supervise(), name="auth supervisor")
 
     async def stop(self) -> None:
         """Refuse what waits, and end the child."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            self._ending.add(task)
+        if self._ending:
+            await asyncio.wait(self._ending)
+        self._ending.clear()
 
     def reload(self, settings: AuthSettings) -> None:
         """Ask other plugins, or with other options, from now on: in a new child."""
         if settings != self.settings:
             self.settings, self._turns = settings, FairQueue(settings.threads)
-            old = self._task
-            if old is not None:
+            if (old := self._task) is not None:
                 old.cancel()
-            self._task = asyncio.create_task(self._supervise(old), name="auth supervisor")
+                self._ending.add(old)
+                old.add_done_callback(self._ending.discard)
+            self._task = asyncio.create_task(self._supervise(), name="auth supervisor")
 
     def bases(self) -> dict[str, frozenset[str]]:
         """What each plugin accepts logins by now; it may read files."""
@@ -251,10 +255,10 @@ class Auth:
 
     # -- the child's life ------------------------------------------------------------
 
-    async def _supervise(self, before: asyncio.Task[None] | None) -> None:
+    async def _supervise(self) -> None:
         failures = 0
-        if before is not None:
-            await asyncio.wait([before])
+        if self._ending:
+            await asyncio.wait(self._ending)
         while self.active:
             began = time.monotonic()
             try:

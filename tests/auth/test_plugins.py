@@ -287,3 +287,17 @@ def test_mistakes_in_the_section_are_reported_with_line_and_remedy(tmp_path: Pat
     text = result.stdout + result.stderr
     for wanted in ("c.toml:6", "c.toml:7", "directroy", "control", "c.toml:12", "`none`", "c.toml:14"):
         assert wanted.replace("`", "") in text, text
+
+
+def test_a_stop_right_after_reloads_leaves_no_process_behind(tmp_path: Path) -> None:
+    async def test(bridge: Bridge, auth: Auth) -> None:
+        await ready(bridge)
+        first = auth.pid or 0
+        for greeting in ("a", "b", "c"):
+            options = msgspec.structs.replace(auth.settings.plugins["directory"], greeting=greeting)
+            auth.reload(msgspec.structs.replace(auth.settings, plugins={"directory": options}))
+        await auth.stop()
+        assert auth.pid is None
+        assert not Path(f"/proc/{first}").exists()
+
+    with_plugin(tmp_path, test)
