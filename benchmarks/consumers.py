@@ -1,4 +1,4 @@
-"""Consumers beside NATS JetStream: fetches, acknowledgements, a work queue, and what a kill delivers again.
+"""Consumers compared with NATS JetStream: fetches, acknowledgements, a work queue, redelivery after a kill.
 
     python -m benchmarks.consumers [--rounds 5] [--messages 20000] [--kills 5] [--output DIR]
 

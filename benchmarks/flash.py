@@ -9,10 +9,10 @@ mounted with the defaults, so what its journal writes counts too. Read are the d
 is synced before and after. Some systems run at the same time, because a number of bytes does not depend on
 what else the machine does, as long as the rate is reached; it is in the table. Needs root and loop devices.
 
-Caveats. Mosquitto stores a message only for a session that waits for it, so one does, and each save writes
-all that waits: the figures grow with the time. NATS syncs every two minutes by default, and `SQLite, 1 s`
-commits and syncs once a second. Flash is written in pages and erased in blocks, so a card wears faster than
-these bytes say.
+Caveats. Mosquitto stores a message only for a session that waits for it, so the benchmark has one. Each save
+writes all waiting messages, so its figures grow with the time. NATS syncs every two minutes by default, and
+`SQLite, 1 s` commits and syncs once a second. Flash is written in pages and erased in blocks, so a card
+wears faster than these bytes suggest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A committed table from exported objects, beside the tools that people would use instead.
+"""A committed table from exported objects, compared with other tools.
 
     python -m benchmarks.ingest_tables [--rows 2000000] [--rounds 2] [--peers PYTHON] [--output DIR]
 
@@ -20,9 +20,10 @@ time on a busy machine.
 DuckDB and Polars are no dependencies of the project: `--peers` names a Python that has them, and pyiceberg,
 deltalake and psutil. A contender that is not installed is left out.
 
-Caveats. Only ours checks anything: that each object has the rows of its name, that no number is missing, and
-none in the table twice, also if a load is repeated or killed. Spark's own sinks here are no tables of a
-catalog: its Iceberg and Delta writers need jars that are not installed here. Payloads have 200 bytes.
+Caveats. Only streambridge checks that each object has the rows of its name, that no number is missing, and
+that none is in the table twice, also if a load is repeated or killed. Spark's own sinks write no tables of a
+catalog, because its Iceberg and Delta writers need jars that are not installed here. Payloads have 200
+bytes.
 """
 
 from __future__ import annotations

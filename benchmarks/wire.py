@@ -15,9 +15,10 @@ service behind a forwarder that counts the bytes of both directions. Kinesis, Fi
 every 10 seconds, and S3 every 5 minutes. The partition key of Kinesis is the topic. With gzip it is the
 stream, so that all messages of a batch are in one record.
 
-Caveats. Counted is HTTP with its headers and answers, and not what TLS, TCP and IP add. The fakes answer with
-fewer headers than the services. Gateway reports are not counted. The factor of a rule is that of these data:
-noise decides what a dead band leaves. What gzip makes depends on the build of its library: about a percent.
+Caveats. The figures count HTTP with its headers and answers, but not the bytes of TLS, TCP and IP, nor the
+gateway reports. The fakes answer with fewer headers than the services. How much a rule saves depends on the
+data: with noisy values, a dead band lets more messages pass. The size of gzip data depends on the build of
+its library, by about a percent.
 
 Writes wire.json and wire.md to the output directory, and prints the table.
 """

@@ -151,11 +151,10 @@ def retry(
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let an export of a stream, or all of them, send now.
+    """Send the pending messages of an export, or of all exports of a stream, now.
 
-    It does not wait any longer after a failure, nor until its batch is full. Also restarts an export that
-    has stopped. Without EXPORT, paused and disabled exports and consumers
-    are left out.
+    The export waits neither after a failure nor for a full batch. Also restarts an export that has stopped.
+    Without EXPORT, paused and disabled exports and consumers are left out.
     """
     _apply("retryExports", "retried", "", name, export, config, data_dir, as_json=as_json)
 

@@ -349,7 +349,7 @@ class Operations(ABC):
         return await self._exports("resumeExports", stream_name, export)
 
     async def retry_exports(self, stream_name: str, export: str | None = None) -> list[str]:
-        """Let an export of a stream, or all, send what is stored now; return their names. Over MQTT only.
+        """Send the pending messages of one export of a stream, or of all, now; return their names. MQTT only.
 
         It waits neither for a full batch nor after a failure. An export that has stopped begins again.
         """
