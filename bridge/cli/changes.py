@@ -383,7 +383,7 @@ def ack(
     elif reply["notPending"]:
         output.note(f"{name}: not pending: {', '.join(map(str, reply['notPending']))}")
     else:
-        output.echo("stored")
+        output.echo("results stored")
 
 
 def _millis(option: str, text: str) -> int:

@@ -86,7 +86,7 @@ def new(
         file = target / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
-    output.echo(f"made {target}; next:")
+    output.echo(f"created {target}; next:")
     output.echo(f"  cd {target}")
     output.echo(f"  {sys.executable} -m pip install -e '.[test]'")
     output.echo(f"  {sys.executable} -m pytest")

@@ -108,7 +108,7 @@ class Operations(ABC):
         message may or may not be stored: call again with the same `message_id`, and it is stored once.
 
         Over the Stream Manager protocol there are no message ids. The append is sent once, and
-        ConnectionError or TimeoutError leave open whether it is stored: who calls again may store it twice.
+        after ConnectionError or TimeoutError it may be stored or not: a second call may store it twice.
 
         Raises UnknownFailureException if the stream is full, RequestPayloadTooLargeException, or
         ResourceNotFoundException.
@@ -261,7 +261,7 @@ class Operations(ABC):
     ) -> list[Message]:
         """Fetch messages of a consumer; wait up to `timeout_millis` for the first one, then return none.
 
-        They are this client's until the consumer's deadline: report to `ack_messages` what became of each. A
+        No other client gets them before the consumer's deadline. Report each result by `ack_messages`. A
         message that is not acknowledged is delivered again; `deliveries` says how often it was. If a reply is
         lost, so are its messages until their deadline. Over MQTT only.
         """
@@ -287,9 +287,9 @@ class Operations(ABC):
         terminate: Sequence[int] = (),
         reason: str = "",
     ) -> list[int]:
-        """Report what became of fetched messages, by sequence number; return when that is stored.
+        """Report the results of fetched messages, by sequence number; return when they are stored.
 
-        `ack`: done. `nack`: deliver again, after `delay_millis`. `in_progress`: the deadline begins anew.
+        `ack`: done. `nack`: deliver again, after `delay_millis`. `in_progress`: start the deadline again.
         `terminate`: never deliver again, because of `reason`. Returns the numbers to which this did not
         apply: settled before, perhaps by the first of two identical requests, or another client's. Over MQTT
         only.
@@ -351,7 +351,7 @@ class Operations(ABC):
     async def retry_exports(self, stream_name: str, export: str | None = None) -> list[str]:
         """Send the pending messages of one export of a stream, or of all, now; return their names. MQTT only.
 
-        It waits neither for a full batch nor after a failure. An export that has stopped begins again.
+        An export waits neither for a full batch nor after a failure. One that has stopped starts again.
         """
         return await self._exports("retryExports", stream_name, export)
 

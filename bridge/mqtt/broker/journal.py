@@ -1,8 +1,8 @@
 """The durable half of sessions and retained messages: `<data_dir>/mqtt/sessions.journal`.
 
 What it promises: what `after_commit` has confirmed survives the end of this process at any instant; a
-power cut loses at most the last second (a thread syncs the file once a second). After a power cut it is not
-known which QoS 2 ids are still in use, so none is taken to be: stored twice is better than never.
+power cut loses at most the last second (a thread syncs the file once a second). After a power cut, the QoS 2
+ids in use are unknown, so none counts as in use: a duplicate is better than a loss.
 
 What it keeps: persistent sessions with their subscriptions; QoS 1 and 2 messages of ordinary topics and of
 upstreams until each persistent subscriber has acknowledged them; QoS 2 packet ids in use, in both directions;
