@@ -10,12 +10,9 @@ from __future__ import annotations
 import re
 import resource
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from bridge.http.state import ServiceState
 
@@ -181,46 +178,50 @@ _BY_REASON = {
     "over": "over_budget",
 }
 
+_ESCAPED = {ord("\\"): r"\\", ord('"'): r"\"", ord("\n"): r"\n"}
+
 Value = tuple[str, tuple[str, ...], float]  # metric, labels, value
 
 
 def render(state: ServiceState) -> bytes:
-    """The page for Prometheus. It takes no locks of ours, so it may run in a thread."""
-    families: dict[str, Metric] = {}
-    for name, described in METRICS.items():
-        family = CounterMetricFamily if described.kind == "counter" else GaugeMetricFamily
-        labels = (*described.labels, *_tags(state)) if name == "stream_info" else described.labels
-        families[name] = family(f"streambridge_{name}", described.help, labels=labels)
-    for name, labels, value in _values(state):
-        families[name].add_metric(labels, value)  # type: ignore[attr-defined]
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Fixed([*families.values(), *_process()]))
-    return generate_latest(registry)
+    """The page for Prometheus. It takes no locks of ours, so it may run in a thread.
 
-
-def _process() -> Iterator[Metric]:
-    """The standard metrics of a process.
-
-    Not prometheus_client's ProcessCollector: it needs /proc/stat, which systemd's ProcSubset=pid hides.
+    Format: https://prometheus.io/docs/instrumenting/exposition_formats/, text.
     """
+    samples: dict[str, list[str]] = {name: [] for name in METRICS}
+    names = {name: metric.labels for name, metric in METRICS.items()}
+    names["stream_info"] += tuple(_tags(state))
+    for name, labels, value in _values(state):
+        samples[name].append(_sample(f"streambridge_{name}", names[name], labels, value))
+    lines = []
+    for metric in METRICS.values():
+        lines += [*_head(f"streambridge_{metric.name}", metric.kind, metric.help), *samples[metric.name]]
+    for name, kind, text, value in _process():
+        lines += [*_head(name, kind, text), _sample(name, (), (), value)]
+    return "".join(lines).encode()
+
+
+def _head(name: str, kind: str, text: str) -> tuple[str, str]:
+    return f"# HELP {name} {text}\n", f"# TYPE {name} {kind}\n"
+
+
+def _sample(name: str, labels: Sequence[str], values: Sequence[str], value: float) -> str:
+    pairs = [f'{label}="{text.translate(_ESCAPED)}"' for label, text in zip(labels, values, strict=True)]
+    return f"{name}{{{','.join(sorted(pairs))}}} {float(value)}\n" if pairs else f"{name} {float(value)}\n"
+
+
+def _process() -> Iterator[tuple[str, str, str, float]]:
+    """The standard metrics of a process: name, kind, help, value."""
     virtual, resident = Path("/proc/self/statm").read_text().split()[:2]
     page = resource.getpagesize()
-    yield CounterMetricFamily("process_cpu_seconds", "User and system CPU time.", time.process_time())
-    yield GaugeMetricFamily("process_resident_memory_bytes", "Resident memory.", int(resident) * page)
-    yield GaugeMetricFamily("process_virtual_memory_bytes", "Virtual memory.", int(virtual) * page)
-    yield GaugeMetricFamily("process_start_time_seconds", "When the process started.", _STARTED)
+    yield "process_cpu_seconds_total", "counter", "User and system CPU time.", time.process_time()
+    yield "process_resident_memory_bytes", "gauge", "Resident memory.", int(resident) * page
+    yield "process_virtual_memory_bytes", "gauge", "Virtual memory.", int(virtual) * page
+    yield "process_start_time_seconds", "gauge", "When the process started.", _STARTED
     descriptors = sum(1 for _ in Path("/proc/self/fd").iterdir())
-    yield GaugeMetricFamily("process_open_fds", "Open file descriptors.", descriptors)
+    yield "process_open_fds", "gauge", "Open file descriptors.", descriptors
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    yield GaugeMetricFamily("process_max_fds", "Maximum number of open file descriptors.", most)
-
-
-class _Fixed:
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
+    yield "process_max_fds", "gauge", "Maximum number of open file descriptors.", most
 
 
 def _values(state: ServiceState) -> Iterator[Value]:

@@ -171,7 +171,7 @@ def client(
                 defaults["inject_host_prefix"] = False
             session = _session(settings)
             try:
-                made = session.client(
+                made = session.create_client(
                     service,
                     region_name=region or settings.region or _region(session, endpoint_url),
                     endpoint_url=endpoint_url,
@@ -197,7 +197,7 @@ def _stream_body(request: Any, **_: Any) -> None:
 
 def _region(session: Any, endpoint_url: str | None) -> str | None:
     # boto3 knows AWS_DEFAULT_REGION only; Greengrass gives its components AWS_REGION, as other SDKs use it.
-    region = session.region_name or os.environ.get("AWS_REGION")
+    region = session.get_config_variable("region") or os.environ.get("AWS_REGION")
     if not region and endpoint_url:
         return "us-east-1"  # not an endpoint of AWS: any region will do, but botocore needs one
     return str(region) if region else None
@@ -206,8 +206,9 @@ def _region(session: Any, endpoint_url: str | None) -> str | None:
 def _session(settings: AwsSettings) -> Any:
     key = msgspec.json.encode(settings, enc_hook=str)
     if key not in _sessions:
-        import boto3
         import botocore.session
+
+        from bridge.plugin.models import CompactFiles
 
         core: Any = botocore.session.Session(profile=settings.profile)
         fetch = _provider(settings) if _provider else None
@@ -224,7 +225,8 @@ def _session(settings: AwsSettings) -> Any:
 
         core._credentials = _SessionCredentials(ask)
         core.register("after-call", core._credentials.check)
-        _sessions[key] = boto3.Session(botocore_session=core)
+        core.get_component("data_loader").file_loader = CompactFiles()
+        _sessions[key] = core
     return _sessions[key]
 
 
