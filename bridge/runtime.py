@@ -46,6 +46,19 @@ class Runtime(Protocol):
         """End the threads once all work is done; its `done` may not be called any more."""
 
 
+async def tick(interval: float) -> float:
+    """Wait for the next multiple of `interval` seconds, at least a tenth of it; return how late it came.
+
+    So all that is done once a second is done in one wake-up: on an idle machine, waking costs more than that.
+    """
+    loop = asyncio.get_running_loop()
+    margin = interval / 10  # a timer may end early, and what is due must not be done twice
+    began = loop.time()
+    wait = interval + margin - (began + margin) % interval
+    await asyncio.sleep(wait)
+    return loop.time() - began - wait
+
+
 class LoopRuntime:
     """The running event loop, and one thread, or up to `threads` when needed.
 

@@ -356,7 +356,8 @@ class ExportSupervisor:
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Kill a silent worker; a plugin may hold its interpreter."""
         while True:
-            await asyncio.sleep(self._tuning.beat)
+            left = self._last_heard + self._tuning.silence - time.monotonic()
+            await asyncio.sleep(max(left, self._tuning.beat))
             if time.monotonic() - self._last_heard > self._tuning.silence:
                 log.error("the export worker was silent for %.0f s; killing it", self._tuning.silence)
                 process.kill()

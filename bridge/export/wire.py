@@ -20,7 +20,9 @@ from bridge.plugin.aws import AwsSettings
 class Tuning(Struct, frozen=True, kw_only=True):
     """The times and sizes of supervision; tests shorten them."""
 
-    beat: float = 1.0  # seconds between two heartbeats
+    beat: float = (
+        1.0  # seconds between two heartbeats of a worker that exports; idle, it beats a fifth as often
+    )
     silence: float = 30.0  # seconds without a message after which the worker is killed
     first_backoff: float = 0.5
     max_backoff: float = 300.0

@@ -16,6 +16,7 @@ import faulthandler
 import fcntl
 import gc
 import logging
+import math
 import os
 import queue
 import select
@@ -50,6 +51,7 @@ LOCK_TIMEOUT = 30.0
 _PR_SET_PDEATHSIG = 1
 _STATUS_EVERY = 0.1
 _RESTS_AFTER = 2.0  # seconds without a message or a change; then the main thread wakes only for its heartbeat
+_RESTING_BEAT = 5  # times as long between two heartbeats
 _LOG_LINES = 200  # per second; further lines are dropped
 
 log = logging.getLogger("bridge.export")
@@ -150,7 +152,7 @@ class Worker:
         return data
 
     def _loop(self) -> int:
-        beat_at, rests_at, failures = 0.0, 0.0, 0
+        beaten_at, rests_at, failures = -math.inf, 0.0, 0
         incoming = select.poll()  # not select(): the descriptor may be above 1,023
         incoming.register(self._connection, select.POLLIN)
         for message in self._early:
@@ -159,20 +161,23 @@ class Worker:
             now = time.monotonic()
             if self._changed_streams or self._ending is not None or not self._scheduler.is_quiet():
                 rests_at = now + _RESTS_AFTER
-            wait = _STATUS_EVERY if now < rests_at else max(beat_at - now, _STATUS_EVERY)
+            rests = now >= rests_at
+            beat_at = beaten_at + self._hello.tuning.beat * (_RESTING_BEAT if rests else 1)
+            wait = max(beat_at - now, _STATUS_EVERY) if rests else _STATUS_EVERY
             if incoming.poll(wait * 1000):
                 rests_at = now + wait + _RESTS_AFTER
                 for message in self._frames.feed(self._receive()):
                     self._handle(message)
             self._send_statuses()
             if time.monotonic() >= beat_at:
-                beat_at = time.monotonic() + self._hello.tuning.beat
+                beaten_at = time.monotonic()
                 if failures != self._host.failures:
                     # Errors of boto3 keep their request in a reference cycle: megabytes in few objects.
                     failures = self._host.failures
                     gc.collect()
-                self.send(wire.Beat(memory_used()))
-                self._watch()
+                used = memory_used()
+                self.send(wire.Beat(used))
+                self._watch(used)
             if self._ending is not None:
                 status, until = self._ending
                 if self._scheduler.is_quiet() or time.monotonic() >= until:
@@ -184,14 +189,13 @@ class Worker:
             self._ending = status, time.monotonic() + timeout
             self._scheduler.stop()
 
-    def _watch(self) -> None:
+    def _watch(self, used: int) -> None:
         """Check for hung threads and for too much memory: both need a new process."""
         for task in self._scheduler.hung():
             reason = f"the plugin hangs: no progress for {task.timeout:.0f} s"
             log.error("%s: %s", task.label, reason)
             self.send(wire.Culprit(*task.key, reason))
             self._end(HUNG, self._hello.tuning.drain)
-        used = memory_used()
         if used > self._max_memory and self._ending is None:
             suspects = self._host.most_grown()
             log.error("the export worker grew to %d MiB; starting a new one", used >> 20)

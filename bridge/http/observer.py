@@ -45,6 +45,7 @@ from bridge.http.state import (
 )
 from bridge.model import MessageStreamDefinition
 from bridge.operations.manager import StreamManager
+from bridge.runtime import tick
 from bridge.streams.reader import StreamReader
 from bridge.streams.stream import Stream
 
@@ -135,7 +136,7 @@ class Observer:
     async def run(self) -> None:
         """Measure the loop's delay and record the history and the events, until cancelled."""
         loop = asyncio.get_running_loop()
-        beat = due = loop.time()
+        due = loop.time()
         delay = 0.0
         while True:
             if loop.time() >= due:
@@ -150,9 +151,7 @@ class Observer:
                         self._lookup.result()
                 except Exception:
                     log.exception("the status cannot be collected")
-            beat = loop.time() + BEAT
-            await asyncio.sleep(BEAT)
-            delay = max(delay, loop.time() - beat)
+            delay = max(delay, await tick(BEAT))
 
     def close(self) -> None:
         """Stop the threads."""

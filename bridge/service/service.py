@@ -53,6 +53,7 @@ from bridge.mqtt.broker import journalfile
 from bridge.operations.catalog import NewDeliveries, Operations
 from bridge.operations.manager import StreamManager, first_free
 from bridge.plugin import discovery
+from bridge.runtime import tick
 from bridge.service.watch import Watch
 from bridge.streams.store import StreamStore
 from bridge.streams.stream import Stream
@@ -137,6 +138,7 @@ class Service:
     def __init__(self, config: Config) -> None:
         self._config = config  # of the start, also after a reload: settings that need a restart are those
         self._applied = config  # of the last reload that could be applied to [mqtt]
+        self._named: tuple[Config, list[Path]] | None = None  # the files that a configuration names
         self._watch = Watch(self._watched, self._files_changed)
         self._warned: tuple[datetime | None, int] = (
             None,
@@ -277,7 +279,7 @@ class Service:
 
     async def _refresh(self) -> None:
         while True:
-            await asyncio.sleep(REFRESH)
+            await tick(REFRESH)
             await self._manager.refresh()
             self._record_clock()
             self._report_expiry()
@@ -369,10 +371,11 @@ class Service:
         self._report_reload(failed)
 
     def _watched(self) -> Iterator[Path]:
-        yield from configuration.files_of(self._applied.mqtt)
-        yield from configuration.files_of(self._applied.auth)
-        yield from configuration.files_of(self._applied.firehose)
-        yield from configuration.files_of(self._applied.greengrass)
+        applied = self._applied
+        if self._named is None or self._named[0] is not applied:
+            parts = (applied.mqtt, applied.auth, applied.firehose, applied.greengrass)
+            self._named = applied, [path for part in parts for path in configuration.files_of(part)]
+        yield from self._named[1]
         if self._config.path is not None:
             yield from tomlfile.files_at(Path(self._config.path))
 

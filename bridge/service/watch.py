@@ -4,18 +4,21 @@ The files are those that the configuration names, and the configuration itself. 
 and users apply: taking away a right must not wait. Streams, listeners and all else apply when somebody wants
 it (SIGHUP).
 
-Every `interval` a thread looks at the modification time, the size and the inode of each file. A change counts
-once two looks in a row agree: a file that is being written is left alone. It is then read as with SIGHUP, all
-or nothing. A file that is wrong is reported once, and is read again when it changes again.
+Every `interval` a thread looks at the modification time, the size and the inode of each file: a disk that
+hangs must not hold up the event loop, and an idle loop need not wake for this. A change counts once the next
+look, soon after, finds the same: a file that is being written is left alone. It is then read as with SIGHUP,
+all or nothing. A file that is wrong is reported once, and is read again when it changes again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-INTERVAL = 1.0  # seconds
+INTERVAL = 2.0  # seconds between two looks
+SETTLED = 0.2  # seconds until the next look after a change
 
 _Seen = dict[Path, tuple[int, int, int] | None]
 
@@ -29,31 +32,41 @@ class Watch:
         changed: Callable[[list[Path]], None],
         interval: float = INTERVAL,
     ) -> None:
-        """`files` names them at each look; `changed` gets those that have changed."""
+        """`files`, called in the thread, names them at each look; `changed` gets those that have changed."""
         self._files, self._changed, self._interval = files, changed, interval
-        self._known: _Seen = _look(list(files()))
+        self._ends = threading.Event()
+        self._known: _Seen = _look(files)
 
     def read(self) -> None:
         """All files are being read now: only later changes count."""
-        self._known = _look(list(self._files()))
+        self._known = _look(self._files)
 
     async def run(self) -> None:
         """Look until it is cancelled."""
+        try:
+            while True:
+                self._changed(await asyncio.to_thread(self._next))
+        finally:
+            self._ends.set()
+
+    def _next(self) -> list[Path]:
+        """Wait until files have changed; return them."""
         before = self._known
-        while True:
-            await asyncio.sleep(self._interval)
-            found = await asyncio.to_thread(_look, list(self._files()))
+        wait = self._interval
+        while not self._ends.wait(wait):
+            found = _look(self._files)
             changed = [path for path in found if path in self._known and found[path] != self._known[path]]
             settled, before = found == before, found
-            if changed and settled:
+            if settled or not changed:  # the configuration may name other files now
                 self._known = found
-                self._changed(changed)
-            elif not changed:
-                self._known = found  # the configuration may name other files now
+            if changed and settled:
+                return changed
+            wait = min(SETTLED, self._interval) if changed else self._interval
+        return []
 
 
-def _look(files: Iterable[Path]) -> _Seen:
-    return {path: _state(path) for path in files}
+def _look(files: Callable[[], Iterable[Path]]) -> _Seen:
+    return {path: _state(path) for path in files()}
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:

@@ -42,7 +42,7 @@ from bridge.errors import (
     StreamError,
 )
 from bridge.objectkeys import MAX_SEQUENCE
-from bridge.runtime import LoopRuntime, Runtime
+from bridge.runtime import LoopRuntime, Runtime, tick
 from bridge.streams import drops, formats, layout, meta, recovery
 from bridge.streams.committer import Committer
 from bridge.streams.formats import Format
@@ -390,7 +390,7 @@ class StreamStore:
         """Sync, apply limits and watch the clock every `sync_interval` seconds, until cancelled."""
         known = sum(stream.next_sequence for stream in self.streams.values())
         while True:
-            await asyncio.sleep(sync_interval)
+            await tick(sync_interval)
             streams = list(self.streams.values())
             async for some in in_slices(streams):
                 self.committer.maintain(some)
@@ -428,10 +428,11 @@ class StreamStore:
 
 
 async def in_slices(streams: Sequence[Stream]) -> AsyncIterator[Sequence[Stream]]:
-    """Parts of many streams, with a turn for other clients after each; a stream may be closed meanwhile."""
+    """Parts of many streams, with a turn for clients between them; a stream may be closed meanwhile."""
     for start in range(0, len(streams), SLICE):
+        if start:
+            await asyncio.sleep(0)
         yield streams[start : start + SLICE]
-        await asyncio.sleep(0)
 
 
 @contextlib.asynccontextmanager
