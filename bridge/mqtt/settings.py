@@ -88,8 +88,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     connect_timeout       from the connection to a complete CONNECT; a TLS handshake before has as long
     guest_bytes           memory for all clients that have not logged in: 4 KiB each, 32 KiB in a TLS
                           handshake, and what they have sent; above it, those that hold most are closed
-    handshakes_per_second  TLS handshakes that begin; more wait their turn, one address after the other;
-                          0 is no limit
+    handshakes_per_second  has no effect any more: TLS handshakes have a thread of their own
     max_keep_alive        seconds; MQTT 5 clients get it in CONNACK; any silent client is closed after 1.5
                           times it
     in_flight             messages sent to one subscriber and not yet acknowledged by it
@@ -107,8 +106,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     connections: Count = 10_000
     connections_per_address: Count = 10_000
     connect_timeout: Annotated[Millis, Meta(ge=10)] = 10_000
-    guest_bytes: Annotated[Bytes, Meta(ge=256 * KIB)] = 16 * MIB
-    handshakes_per_second: Annotated[int, Meta(ge=0)] = 200
+    guest_bytes: Annotated[Bytes, Meta(ge=256 * KIB)] = 32 * MIB
+    handshakes_per_second: Annotated[int, Meta(ge=0)] = 0
     max_keep_alive: Annotated[int, Meta(ge=1, le=65_535)] = 3_600
     in_flight: Annotated[int, Meta(ge=1, le=65_535)] = 128
     queued_messages: Count = 10_000

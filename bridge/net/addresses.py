@@ -29,6 +29,8 @@ def check_listen(listen: str, example: str) -> None:
 @lru_cache(maxsize=1024)  # a connection asks several times until its client has logged in
 def network_of(address: str) -> str:
     """The network that counts as one client: an IPv4 address, an IPv6 /64, other text unchanged."""
+    if ":" not in address:
+        return address
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -7,6 +7,7 @@ have every second turn while one of them waits. A waiter that is cancelled leave
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 Waiting = dict[str, dict[str, dict["asyncio.Future[None]", None]]]  # by network and name, in order
 
@@ -21,20 +22,25 @@ class FairQueue:
 
     async def wait(self, network: str, name: str = "", *, known: bool = False) -> None:
         """Wait for a turn; it ends with `done`."""
-        if self._free:
-            self._free -= 1
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting = self._waiting[known]
-        waiting.setdefault(network, {}).setdefault(name, {})[turn] = None
+        turn = self.ask(network, name, known=known)
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self.done()
-            else:
-                _remove(waiting, network, name, turn)
             raise
+
+    def ask(self, network: str, name: str = "", *, known: bool = False) -> asyncio.Future[None]:
+        """The same for a caller that cannot wait: done when the turn has come; who cancels it leaves."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._free:
+            self._free -= 1
+            turn.set_result(None)
+            return turn
+        waiting = self._waiting[known]
+        waiting.setdefault(network, {}).setdefault(name, {})[turn] = None
+        turn.add_done_callback(partial(_left, waiting, network, name))
+        return turn
 
     def done(self) -> None:
         """A turn is over; the next waiter gets it."""
@@ -57,6 +63,11 @@ class FairQueue:
                         names[name] = same
                 return
         self._free += 1
+
+
+def _left(waiting: Waiting, network: str, name: str, turn: asyncio.Future[None]) -> None:
+    if turn.cancelled():
+        _remove(waiting, network, name, turn)
 
 
 def _remove(waiting: Waiting, network: str, name: str, turn: asyncio.Future[None]) -> None:

@@ -43,13 +43,12 @@ from typing import NamedTuple, cast
 import h11
 import msgspec
 
-from bridge.net.addresses import host_and_port
+from bridge.net.addresses import host_and_port, network_of
 from bridge.net.flow import Flow
 from bridge.net.guests import Guests
 from bridge.net.limits import ConnectionLimits, keep_alive
 from bridge.net.listening import Listening, listen
-from bridge.net.tls import Acceptor
-from bridge.net.tlstransport import accept_tls
+from bridge.net.tlslayer import Handshakes, TlsLayer
 
 JSON = "application/json"
 LINGER = 5.0  # seconds after our FIN until a connection is closed in any case
@@ -162,54 +161,31 @@ class HttpServer:
         self.connections: set[HttpConnection] = set()
         self.guests: Guests[HttpConnection] = Guests(self.limits.bodies, HttpConnection.dismiss)
         self.stopping = False
-        self._acceptor: Acceptor | None = None
-        self._handshakes: set[asyncio.Task[None]] = set()
+        self._handshakes = Handshakes()
 
     async def start(self) -> str:
         """Listen; returns the URL with the actual port. Raises ConfigError."""
         self._listening = await listen(self._option, self._host, self._port)
-        if self.tls is None:
-            await self._listening.accept(lambda: HttpConnection(self))
-        else:
-            self._acceptor = Acceptor(self._listening, self._option, self._accepted)
+        await self._listening.accept(self._connection)
         return f"{'http' if self.tls is None else 'https'}://{self._listening.place}/"
 
     async def stop(self, within: float = 0.0) -> None:
         """Close the listener and all connections; requests have `within` seconds to be answered."""
         self.stopping = True
-        if self._acceptor is not None:
-            self._acceptor.close()
-        elif self._listening is not None:
+        if self._listening is not None:
             self._listening.close()
-        for handshake in self._handshakes:
-            handshake.cancel()
-        await asyncio.gather(*self._handshakes, return_exceptions=True)
         busy = [connection.task for connection in self.connections if connection.task is not None]
         if busy and within:
             await asyncio.wait(busy, timeout=within)
         tasks = [task for connection in list(self.connections) if (task := connection.stop()) is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._handshakes.close()
 
-    def _accepted(self, sock: socket.socket, address: str) -> None:
-        """A client of the listener with TLS; it counts from now on."""
-        connection = HttpConnection(self, address)
-        if self.counted.enter(address, sock.fileno()):
-            self.counted.leave(address)
-            sock.close()
-            return
-        task = asyncio.get_running_loop().create_task(self._shake_hands(sock, connection))
-        self._handshakes.add(task)
-        task.add_done_callback(self._handshakes.discard)
-
-    async def _shake_hands(self, sock: socket.socket, connection: HttpConnection) -> None:
-        try:
-            assert self.tls is not None
-            await accept_tls(sock, self.tls, connection, self.limits.head_timeout)
-        except OSError as error:  # also ssl.SSLError, and the time-out
-            log.info("%s: TLS handshake failed: %s", connection.address, error)
-        finally:
-            if not connection.made:
-                self.counted.leave(connection.address)
+    def _connection(self) -> asyncio.Protocol:
+        connection = HttpConnection(self)
+        if self.tls is None:
+            return connection
+        return TlsLayer(self.tls, connection, self._handshakes, _Handshake(connection))
 
     def check_host(self, host: str | None, version: bytes) -> None:
         """Raises HttpError for a name that is not this machine's."""
@@ -241,6 +217,25 @@ class HttpServer:
             return self.rejection(HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
+class _Handshake:
+    """What is done about the TLS handshake of a connection; see `bridge.net.tlslayer.Handshaking`."""
+
+    def __init__(self, connection: HttpConnection) -> None:
+        self._connection = connection
+
+    def turn(self) -> tuple[str, bool]:
+        return network_of(self._connection.address), False
+
+    def begins(self) -> None:
+        pass
+
+    def made(self) -> None:
+        pass
+
+    def failed(self, error: OSError) -> None:
+        log.info("%s: TLS handshake failed: %s", self._connection.address, error)
+
+
 class HttpConnection(Flow):
     """The server's side of one connection: one request at a time.
 
@@ -248,10 +243,9 @@ class HttpConnection(Flow):
     length: it is taken from the bytes that follow.
     """
 
-    def __init__(self, server: HttpServer, address: str = "") -> None:
-        """`address` is that of a client with TLS, which counts already."""
+    def __init__(self, server: HttpServer) -> None:
         super().__init__()
-        self.address, self.made = address, False
+        self.address = ""
         self._server, self._limits = server, server.limits
         self._loop = asyncio.get_running_loop()
         self._unread = bytearray()
@@ -266,12 +260,10 @@ class HttpConnection(Flow):
     # -- called by the transport ------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport, self.made = cast("asyncio.Transport", transport), True
+        self.transport = cast("asyncio.Transport", transport)
         self._timer = self._loop.call_later(self._limits.head_timeout, self.finish, LINGER)
         self._server.connections.add(self)
         descriptor = keep_alive(transport)
-        if self.address:
-            return
         self.address = str((transport.get_extra_info("peername") or ("local",))[0])
         if self._server.counted.enter(self.address, descriptor):
             self.transport.abort()

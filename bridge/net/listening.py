@@ -11,7 +11,7 @@ from typing import Any
 
 from bridge.errors import ConfigError
 
-BACKLOG = 1024  # connections that wait in the kernel to be accepted
+BACKLOG = 4096  # connections that wait in the kernel to be accepted, as far as its somaxconn permits
 
 
 class Listening:

@@ -1,69 +1,13 @@
-"""Listeners with TLS: their certificates, and sockets that count from their accept on.
-
-A TLS server of asyncio reports a connection when its handshake is over. Until then no limit would hold, and
-clients that open sockets and send nothing could use up all descriptors. So these sockets are accepted here,
-and a front end decides about each before its handshake begins.
-"""
+"""The certificates of listeners with TLS."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import socket
 import ssl
-from collections.abc import Callable
 from pathlib import Path
 
 from bridge.errors import ConfigError
-from bridge.net.listening import Listening
 
-BURST = 100  # sockets accepted in one turn of the event loop
-RETRY_INTERVAL = 1.0  # seconds until the next accept when there are no descriptors or no memory
-
-log = logging.getLogger(__name__)
-
-
-class Acceptor:
-    """Accepts the sockets of a listener and hands over each, non-blocking, with its address."""
-
-    def __init__(
-        self, listening: Listening, limit: str, accepted: Callable[[socket.socket, str], None]
-    ) -> None:
-        """`limit` is the option that bounds the connections."""
-        self._listening, self._limit, self._accepted = listening, limit, accepted
-        self._loop = asyncio.get_running_loop()
-        for sock in listening.sockets:
-            self._watch(sock)
-
-    def close(self) -> None:
-        """Accept no more sockets."""
-        for listening in self._listening.sockets:
-            self._loop.remove_reader(listening)
-        self._listening.close()
-
-    def _watch(self, listening: socket.socket) -> None:
-        if listening in self._listening.sockets:
-            self._loop.add_reader(listening, self._accept, listening)
-
-    def _accept(self, listening: socket.socket) -> None:
-        for _ in range(BURST):
-            try:
-                sock, peer = listening.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                # The socket stays readable: without a pause this would be tried without end.
-                log.error(
-                    "no TLS client is accepted for %g s: %s; see LimitNOFILE and %s",
-                    RETRY_INTERVAL,
-                    error,
-                    self._limit,
-                )
-                self._loop.remove_reader(listening)
-                self._loop.call_later(RETRY_INTERVAL, self._watch, listening)
-                return
-            sock.setblocking(False)
-            self._accepted(sock, str(peer[0]))
+TICKETS = 1  # with which a client may resume; a device has one connection, and OpenSSL's 2 cost 20 us more
 
 
 def server_context(
@@ -76,6 +20,7 @@ def server_context(
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.num_tickets = TICKETS
     try:
         context.load_cert_chain(cert, key)
         if client_ca is not None:

@@ -716,6 +716,12 @@ def test_a_listener_that_mode_external_does_not_open_is_a_warning(path: Path) ->
     assert check(path, text.replace('listen = ["tcp://127.0.0.1:0"]', "")) == []
 
 
+def test_a_setting_that_has_no_effect_any_more_is_a_warning(path: Path) -> None:
+    (line,) = check(path, QUIET + "[mqtt.limits]\nhandshakes_per_second = 200\n")
+    assert "mqtt.limits.handshakes_per_second: not used any more" in line
+    assert line.startswith("warning: ")
+
+
 def test_open_streams_on_the_network_are_a_warning_with_both_remedies(path: Path) -> None:
     text = QUIET.replace('[greengrass]\nlisten = ""', '[greengrass]\nlisten = "0.0.0.0:0"')
     (line,) = check(path, text)

@@ -23,7 +23,6 @@ MQTT = f"""listen = ["tcp://127.0.0.1:0"]
 [mqtt.limits]
 connections = {2 * CLIENTS}
 connections_per_address = {2 * CLIENTS}
-handshakes_per_second = 0
 """
 
 

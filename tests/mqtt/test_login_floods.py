@@ -165,7 +165,7 @@ def test_tls_handshakes_take_turns_by_address(tmp_path: Path) -> None:
         for client in await asyncio.gather(*flood):
             client.abort()
 
-    with_tls(tmp_path, test, handshakes_per_second=40)
+    with_tls(tmp_path, test)
 
 
 @pytest.mark.parametrize(

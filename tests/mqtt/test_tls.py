@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
@@ -130,25 +129,6 @@ def test_rubbish_instead_of_a_handshake_ends_that_connection_alone(
 
     with_tls(tmp_path, test)
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
-
-
-def test_without_a_descriptor_the_next_client_waits_for_its_accept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def test(bridge: Bridge, trusted: ssl.SSLContext) -> None:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with socket.socket() as waits:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-            try:
-                waits.connect(("127.0.0.1", bridge.port))
-                await until(lambda: "Too many open files" in caplog.text)
-                assert bridge.stat("accepted") == 0
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            await until(lambda: bridge.stat("connections") == 1)
-        await until(lambda: bridge.stat("connections") == 0)
-
-    with_tls(tmp_path, test)
 
 
 def test_what_comes_in_one_piece_with_the_end_of_the_handshake_is_not_lost(tmp_path: Path) -> None:

@@ -56,7 +56,12 @@ def _overlap(one: Sequence[object], other: Sequence[object]) -> bool:
 
 
 def unused(context: CheckContext) -> Iterator[Finding]:
-    """Report listeners that the mode does not open."""
+    """Report listeners that the mode does not open, and settings that have no effect any more."""
+    limits: Keys = ("mqtt", "limits", "handshakes_per_second")
+    if context.document.states(limits):
+        yield context.warning(
+            limits, "not used any more: TLS handshakes have a thread of their own; remove this line"
+        )
     section = context.document.data.get("mqtt")
     if context.config.mqtt.mode == "external" and isinstance(section, dict) and "listen" in section:
         yield context.warning(

@@ -94,7 +94,7 @@ class Connection(Flow):
 
     __slots__ = (
         "_connect_size", "_expiry", "_need", "_prepaid", "_slow", "address", "address_meters",
-        "aliases", "asking", "bridge", "broker", "claimed", "connections", "endpoint", "epoch",
+        "aliases", "asking", "awaited", "bridge", "broker", "claimed", "connections", "endpoint", "epoch",
         "expires", "explains", "heard", "inbox", "keep_alive", "level", "limit", "max_packet_out",
         "meters", "proxied", "published", "reads", "reason", "receipts", "receive_maximum", "requests",
         "routes", "since", "state", "subscribed", "tail", "traffic", "user_meters", "who", "writable",
@@ -112,6 +112,7 @@ class Connection(Flow):
         self.claimed: tuple[str, str | None] = ("", None)  # client id and user name of its CONNECT
         self.bridge = False  # the client is another broker
         self.limit = MAX_CONNECT  # bytes of a packet, until the client is known
+        self.awaited = "CONNECT"  # what must be complete in time
         self.writable = True
         self.receive_maximum = self.max_packet_out = NO_LIMIT
         self.explains = self.receipts = False
@@ -174,8 +175,7 @@ class Connection(Flow):
         self.address = str(peer[0]) if isinstance(peer, tuple) else "local"
         runtime = self.connections.runtime
         self.heard = runtime.now()
-        limits = self.endpoint.listener.limits
-        self._timer = runtime.later(limits.connect_timeout / 1000, self._too_slow)
+        self._timer = self._in_time()
         self.connections.accept(self)
 
     def data_received(self, data: bytes) -> None:
@@ -275,6 +275,16 @@ class Connection(Flow):
             self.subscribed += more
             for meter in (*self.address_meters, *self.user_meters):
                 meter.subscriptions += more
+
+    def await_connect(self) -> None:
+        """The TLS handshake is over: a CONNECT may take as long as that."""
+        self.awaited = "CONNECT"
+        self._timer.cancel()
+        self._timer = self._in_time()
+
+    def _in_time(self) -> Timer:
+        limits = self.endpoint.listener.limits
+        return self.connections.runtime.later(limits.connect_timeout / 1000, self._too_slow)
 
     def proceed(self) -> None:
         data, self.tail = bytes(self.tail), b""
@@ -690,7 +700,7 @@ class Connection(Flow):
     # -- time ------------------------------------------------------------
 
     def _too_slow(self) -> None:
-        self.end("refused_timeout", "no complete CONNECT in time", abort=True)
+        self.end("refused_timeout", f"no complete {self.awaited} in time", abort=True)
 
     def _watch_expiry(self) -> None:
         """End the connection when its credentials expire. The wall clock may be set, so look often."""

@@ -3,7 +3,7 @@
 What it promises: as many connections as `limits` allow and no more, those in their TLS handshake among them;
 clients that have not logged in hold no more than `guest_bytes`. A connection is in one of these states here:
 
-    expected   its PROXY header or its TLS handshake is under way
+    expected   its PROXY header is under way
     open       it has a transport; until it has logged in it counts as a guest
 """
 
@@ -23,9 +23,9 @@ from bridge.mqtt.wire.packets import ADMINISTRATIVE_ACTION
 from bridge.net.addresses import is_within
 from bridge.net.budgets import Budget, Budgets, Meter
 from bridge.net.crl import Crls
-from bridge.net.fairqueue import FairQueue
 from bridge.net.guests import Guests
 from bridge.net.limits import ConnectionLimits, keep_alive
+from bridge.net.tlslayer import Handshakes
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -146,9 +146,7 @@ class Connections:
         self.reading: dict[Member, dict[asyncio.Task[None], None]] = {}  # requests that end with a connection
         self.logging_in: dict[Member, asyncio.Task[None]] = {}
         self.guests: Guests[Member] = Guests(self.limits.guest_bytes, self._dismiss)
-        rate = self.limits.handshakes_per_second
-        # Each turn is given back after a tenth of a second.
-        self.handshake_turns = FairQueue(max(rate // 10, 1)) if rate else None
+        self.handshakes = Handshakes()
         # With the address by which they are counted; None: their proxy has not yet said whose they are.
         self._expected: dict[Member, str | None] = {}
         self.budgets: Budgets[Member] = Budgets(config.budget, runtime.later, runtime.now)
@@ -158,7 +156,7 @@ class Connections:
         self.stopping = False
 
     def expect(self, conn: Member, address: str, descriptor: int) -> bool:
-        """A socket that must first say more, in a TLS handshake or a PROXY header: whether it has room."""
+        """A socket that must first send a PROXY header: whether it has room."""
         listener = conn.endpoint.listener
         counted = None if listener.proxies else address
         refused, counter = self._count(conn, counted, descriptor), "refused_limit"

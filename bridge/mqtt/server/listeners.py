@@ -21,11 +21,13 @@ from bridge.access.proofs import authorities
 from bridge.errors import ConfigError
 from bridge.mqtt.server.connection import Connection
 from bridge.mqtt.server.connections import Endpoint, Listener
-from bridge.mqtt.server.tls import TlsServer, tls_context
+from bridge.mqtt.server.proxied import ProxyServer
+from bridge.mqtt.server.tls import Handshake, tls_context
 from bridge.mqtt.server.websocket import WebSocket
 from bridge.mqtt.settings import parse_address
 from bridge.net.crl import Crls, read_crls
 from bridge.net.listening import Listening, listen, listen_now
+from bridge.net.tlslayer import TlsLayer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,11 +50,11 @@ class Open(NamedTuple):
 
     endpoint: Endpoint
     listening: Listening
-    tls: TlsServer | None  # None: its connections are accepted by the event loop
+    proxied: ProxyServer | None  # None: its connections are accepted by the event loop
 
     def close(self) -> None:
         """Accept no more connections."""
-        (self.tls or self.listening).close()
+        (self.proxied or self.listening).close()
 
 
 class Plan(NamedTuple):
@@ -178,17 +180,23 @@ class Listeners:
 
     async def _accept(self, key: Key) -> None:
         one = self._open.get(key)
-        if one is None or one.tls is not None:
+        if one is None or one.proxied is not None:
             return
         make = partial(self._connection, one.endpoint)
-        if one.endpoint.address.secure or one.endpoint.listener.proxies:
-            self._open[key] = one._replace(tls=TlsServer(self._connections, make, one.listening))
+        if one.endpoint.listener.proxies:
+            self._open[key] = one._replace(proxied=ProxyServer(self._connections, make, one.listening))
         else:
             await one.listening.accept(lambda: make()[1])
 
     def _connection(self, endpoint: Endpoint) -> tuple[Connection, asyncio.Protocol]:
+        """A connection, and the layers between its socket and it."""
         conn = Connection(self._connections, endpoint)
-        return conn, WebSocket(conn) if endpoint.address.scheme in ("ws", "wss") else conn
+        protocol: asyncio.Protocol = WebSocket(conn) if endpoint.address.scheme in ("ws", "wss") else conn
+        if endpoint.address.secure:
+            context = endpoint.listener.context
+            assert context is not None
+            protocol = TlsLayer(context, protocol, self._connections.handshakes, Handshake(conn))
+        return conn, protocol
 
 
 def _plan(config: MqttConfig) -> Plan:

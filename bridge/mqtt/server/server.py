@@ -106,6 +106,7 @@ class Server:
         self.broker.stop()
         self._manager.on_pressure.remove(self.connections.press)
         await self.connections.empty(CLOSE_TIMEOUT)
+        self.connections.handshakes.close()
 
     def reload(self, config: MqttConfig) -> None:
         """Apply listeners, users, rules and certificates, or raise a ConfigError and leave all as it was.

@@ -1,134 +1,51 @@
-"""Connections that begin with more than MQTT: a PROXY header, a TLS handshake, or both.
-
-Sockets count from their accept on (see `bridge.net.tls`): `Connections` is asked for room, then the header is
-read (`net.proxyheader`), `Connections` is asked again, now for the client that it names, and only then TLS
-begins. Handshakes have turns. Each of the two may take as long as a CONNECT.
-"""
+"""The TLS handshakes of the MQTT listeners: their turns, what they count as, and why one has failed."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-import socket
 import ssl
 from typing import TYPE_CHECKING
 
 from bridge.audit import Origin, record
-from bridge.net import proxyheader
 from bridge.net.addresses import network_of
-from bridge.net.tls import Acceptor, server_context
-from bridge.net.tlstransport import accept_tls
+from bridge.net.tls import server_context
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from bridge.mqtt.server.connection import Connection
-    from bridge.mqtt.server.connections import Connections
     from bridge.mqtt.settings import TlsSettings
-    from bridge.net.listening import Listening
 
 HANDSHAKE_BYTES = 28 * 1024  # that TLS needs during a handshake, counted against `guest_bytes`
-TURN = 0.1  # seconds until another handshake has its turn
 
 
-class TlsServer:
-    """Listening sockets whose connections begin with a PROXY header, a TLS handshake, or both."""
+class Handshake:
+    """The handshake of a connection; see `bridge.net.tlslayer.Handshaking`."""
 
-    def __init__(
-        self,
-        connections: Connections,
-        factory: Callable[[], tuple[Connection, asyncio.Protocol]],
-        listening: Listening,
-    ) -> None:
-        """`factory` makes a connection, and the protocol that gets what TLS has decrypted."""
-        self._connections, self._factory = connections, factory
-        self._loop = asyncio.get_running_loop()
-        self._acceptor = Acceptor(listening, "[mqtt.limits] connections", self._accepted)
+    def __init__(self, conn: Connection) -> None:
+        self._conn = conn
+        conn.awaited = "TLS handshake"
 
-    def close(self) -> None:
-        """Accept no more sockets."""
-        self._acceptor.close()
+    def turn(self) -> tuple[str, bool]:
+        conn = self._conn
+        network = network_of(conn.address)
+        return network, conn.endpoint.listener.access.knows_network(network)
 
-    def _accepted(self, sock: socket.socket, address: str) -> None:
-        conn, protocol = self._factory()
-        if self._connections.expect(conn, address, sock.fileno()):
-            task = self._connections.spawn(self._begin(sock, conn, protocol))
-            self._connections.logging_in[conn] = task
-        else:
-            sock.close()
+    def begins(self) -> None:
+        self._conn.connections.guests.keep(self._conn, self._conn.address, HANDSHAKE_BYTES)
 
-    async def _begin(self, sock: socket.socket, conn: Connection, protocol: asyncio.Protocol) -> None:
-        connections, listener = self._connections, conn.endpoint.listener
-        try:
-            if listener.proxies and not await self._named(sock, conn):
-                return
-            if not conn.endpoint.address.secure:
-                await self._loop.connect_accepted_socket(lambda: protocol, sock)
-                return
-            if not await self._turn(sock, conn):
-                return
-            connections.guests.keep(conn, conn.address, HANDSHAKE_BYTES)
-            context, limits = conn.endpoint.listener.context, conn.endpoint.listener.limits
-            assert context is not None
-            await accept_tls(sock, context, protocol, limits.connect_timeout / 1000)
-        except ConnectionAbortedError:
-            connections.given_up(conn, "refused_timeout", "no complete TLS handshake in time")
-        except ssl.SSLError as error:
+    def made(self) -> None:
+        self._conn.connections.guests.keep(self._conn, self._conn.address, 0)
+        self._conn.await_connect()
+
+    def failed(self, error: OSError) -> None:
+        conn = self._conn
+        if isinstance(error, ssl.SSLError):
             why = f"TLS handshake failed: {_reason(error)}"
             record("login", "refused", origin=Origin("mqtt", conn.address), proven=False, why=why)
-            connections.given_up(conn, "refused_tls", why)
-        except OSError as error:
+            conn.end("refused_tls", why)
+        else:
             # As port scanners do, and some clients that do not trust us.
-            what = "%s hung up in its TLS handshake or PROXY header%s; does it trust our certificate?"
-            connections.broker.reports.log(
-                "tls_hung_up", logging.INFO, what, conn.name, f" ({error})" if str(error) else ""
-            )
-        finally:
-            if connections.logging_in.get(conn) is asyncio.current_task():
-                del connections.logging_in[conn]
-            connections.given_up(conn)
-
-    async def _named(self, sock: socket.socket, conn: Connection) -> bool:
-        """Learn whose connection it is; returns whether it may go on. Raises OSError if the proxy is gone."""
-        connections = self._connections
-        try:
-            async with asyncio.timeout(conn.endpoint.listener.limits.connect_timeout / 1000):
-                address = await proxyheader.read(sock)
-            if connections.named(conn, address):
-                return True
-        except TimeoutError:
-            connections.given_up(conn, "refused_timeout", "no whole PROXY header in time")
-        except proxyheader.BadHeader as error:
-            connections.given_up(conn, "refused_proxy", str(error))
-        except BaseException:
-            sock.close()
-            raise
-        sock.close()
-        return False
-
-    async def _turn(self, sock: socket.socket, conn: Connection) -> bool:
-        """Wait for the handshake's turn; returns whether it came. Raises OSError if the client has gone."""
-        connections, turns = self._connections, self._connections.handshake_turns
-        if turns is None:
-            return True
-        network = network_of(conn.address)
-        try:
-            listener = conn.endpoint.listener
-            async with asyncio.timeout(listener.limits.connect_timeout / 1000):
-                await turns.wait(network, known=listener.access.knows_network(network))
-            self._loop.call_later(TURN, turns.done)
-            with contextlib.suppress(BlockingIOError):
-                if not sock.recv(1, socket.MSG_PEEK):
-                    raise ConnectionResetError
-        except TimeoutError:
-            sock.close()
-            connections.given_up(conn, "refused_busy", "too many TLS handshakes; see handshakes_per_second")
-            return False
-        except BaseException:
-            sock.close()
-            raise
-        return True
+            what = "%s hung up in its TLS handshake; does it trust our certificate?"
+            conn.broker.reports.log("tls_hung_up", logging.INFO, what, conn.name)
 
 
 def _reason(error: ssl.SSLError) -> str:

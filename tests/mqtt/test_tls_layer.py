@@ -1,4 +1,4 @@
-"""The transport of TLS connections: every byte, in order, to a peer that reads slowly, stalls or vanishes."""
+"""The TLS layer of connections: every byte, in order, to a peer that reads slowly, stalls or vanishes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.testbed.certificates import Authority
 from bridge.net.tls import server_context
-from bridge.net.tlstransport import accept_tls
+from bridge.net.tlslayer import Handshakes, TlsLayer
 from tests.mqtt.harness import run_async
 
 
@@ -25,10 +25,23 @@ class Peer(asyncio.Protocol):
     def __init__(self, on_data: Callable[[Peer, bytes], None] = lambda peer, data: None) -> None:
         self.on_data, self.got = on_data, bytearray()
         self.paused = False
+        self.shaken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lost: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
+
+    def turn(self) -> tuple[str, bool]:
+        return "network", False
+
+    def begins(self) -> None:
+        pass
+
+    def made(self) -> None:
+        self.shaken.set_result(None)
+
+    def failed(self, error: OSError) -> None:
+        self.shaken.set_exception(error)
 
     def data_received(self, data: bytes) -> None:
         self.got += data
@@ -63,6 +76,7 @@ def with_client(
     trusting.maximum_version = version
     listening = socket.create_server(("127.0.0.1", 0))
     answers: list[Any] = []
+    handshakes = Handshakes()
 
     def work() -> None:
         try:
@@ -83,11 +97,14 @@ def with_client(
             sock.setblocking(False)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 20_000)
             peer = Peer(on_data)
-            await accept_tls(sock, context, peer, 30)
+            layer = TlsLayer(context, peer, handshakes, peer)
+            await loop.connect_accepted_socket(lambda: layer, sock)
+            await peer.shaken
             await server(peer)
             await loop.run_in_executor(None, thread.join)
             peer.transport.abort()
             await peer.lost
+            handshakes.close()
 
     with listening:
         run_async(main())
