@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-import threading
 import statistics
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
