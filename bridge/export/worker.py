@@ -165,7 +165,7 @@ class Worker:
             beat_at = beaten_at + self._hello.tuning.beat * (_RESTING_BEAT if rests else 1)
             wait = max(beat_at - now, _STATUS_EVERY) if rests else _STATUS_EVERY
             if incoming.poll(wait * 1000):
-                rests_at = now + wait + _RESTS_AFTER
+                rests_at = time.monotonic() + _RESTS_AFTER
                 for message in self._frames.feed(self._receive()):
                     self._handle(message)
             self._send_statuses()

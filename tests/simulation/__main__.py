@@ -25,6 +25,9 @@ def main() -> int:
     parser.add_argument(
         "--shrink", type=float, default=60.0, metavar="SECONDS", help="spent on a shorter story"
     )
+    parser.add_argument(
+        "--large", action="store_true", help="hundreds of exports, and a year, instead of worlds"
+    )
     parser.add_argument("--story", action="store_true", help="print each world's story")
     given = parser.parse_args()
     if os.environ.get(HASHES) != "0":  # the order of sets is part of a run
@@ -41,6 +44,10 @@ def main() -> int:
     seed = secrets.SystemRandom().randrange(10**9) if given.seed is None else given.seed
     place = Path(tempfile.mkdtemp(prefix="simulation-", dir="/dev/shm"))
     try:
+        if given.large:
+            from . import large
+
+            return large.run(seed, place)
         seconds = given.minutes * 60
         patience = None if given.all else given.shrink
         return runs.run(seed, seconds, place, worlds=given.worlds, story=given.story, patience=patience)

@@ -99,6 +99,7 @@ class Bucket:
         self.random, self.now, self.name, self.may_list = random, now, name, may_list
         self.faults = faults or Faults()
         self.down = False
+        self.cut = False  # the connection breaks in the middle of the next request
         self.objects: dict[str, Stored] = {}
         self.keys: list[str] = []  # sorted
         self.log: list[Arrival] = []
@@ -190,6 +191,9 @@ class Bucket:
         """Make a request with one of the ends; returns the answer or raises what botocore would."""
         perform = partial(self._perform, operation, options)
         errors = _errors()
+        if self.cut:
+            self.cut = False
+            raise errors.ConnectionClosedError(endpoint_url=ENDPOINT)
         if self.down:
             raise errors.EndpointConnectionError(endpoint_url=ENDPOINT)
         faults, drawn = self.faults, self.random.random()

@@ -40,7 +40,7 @@ from bridge.topics import matches
 from . import kernel as kernels
 from .clients import Device, Message
 from .cloud import absent
-from .exports import ExportChecks
+from .exports import ExportChecks, rows_of
 from .lake import LakeChecks
 from .sessions import SessionChecks
 from .settings import FEW
@@ -52,7 +52,7 @@ EXPORTED = ("safe", "plain", "ring")
 ON_THE_WAY = 0.002  # s, of an acknowledgement
 SLACK = 0.5  # s, of a sync that is under way
 START = 0.1  # s, that one takes
-STREAMS = ("safe", "plain", "both", "ring", "memory", "kin", "aged", "ids", "dead", "work", "few")
+STREAMS = ("safe", "plain", "both", "ring", "memory", "kin", "aged", "ids", "dead", "work", "few", "odd")
 AGAIN = 0.03  # s in which what a failed call has left is written again
 
 
@@ -207,7 +207,7 @@ class Checks:
         """Whether a stream syncs before it acknowledges."""
         seed = self.world.plan.seed
         return (
-            stream in ("safe", "kin", "dead", "few")
+            stream in ("safe", "kin", "dead", "few", "odd")
             or (stream in ("both", "work") and seed % 2 == 1)
             or (stream == "ids" and not seed % 3)
         )
@@ -243,6 +243,10 @@ class Checks:
         inside = sorted((at, runs) for at, runs in marks if begin < at < end)
         parts = pairwise([(begin, True), *inside, (end, False)])
         return max(b - a for (a, runs), (b, _) in parts if runs)
+
+    def fails(self, name: str) -> bool:
+        """Whether a call for a stream has ever failed."""
+        return any(f"/streams/{name}/" in path for _, path in self.world.troubles)
 
     def _failed_before_an_end(self, name: str) -> bool:
         """Whether a call for a stream failed soon before the service ended, or while it was started."""
@@ -327,9 +331,9 @@ class Checks:
             self._unsynced[name].append(self.world.kernel.now)
         torn = "it is damaged" in text or "what followed it is gone" in text
         excused = self.lied or self.world.backup or self._failed_before_an_end(name)
-        # Of what it says is lost, `_acknowledged` knows whether that was acknowledged: zeros in the last
-        # frame may be a torn write or damage, and nothing tells them apart (proof.md, "Every crash state").
-        excused = excused or "; lost: " in text
+        # Zeros that a power cut leaves in the last frame may be a torn write or damage, and nothing tells
+        # them apart (proof.md, "Every crash state"). `_acknowledged` knows what of it was acknowledged.
+        excused = excused or ("; lost: " in text and bool(self.losses))
         # What a limit drops it drops again, so that its record is not synced.
         excused = excused or (name == "few" and "/drops.log" in text)
         if torn and self.flushed(name) and not excused:
@@ -684,11 +688,10 @@ class Checks:
         self.exports.upload(name.stream, name.epoch, name.first, name.last)
         if self.over:
             return
-        numbers = []
-        for line in gzip.decompress(body).splitlines():
-            row = json.loads(line)
-            number, payload = row["sequence_number"], base64.b64decode(row["payload"])
-            numbers.append(number)
+        rows = rows_of(body)
+        numbers = list(rows)
+        self.exports.numbers_are_taken(key, rows)
+        for number, payload in rows.items():
             self.exports.rows.add((name.stream, number, payload))
             if self.lied:
                 continue
@@ -790,7 +793,7 @@ class Checks:
     def _behind(self) -> dict[str, Any]:
         manager, exports = self.world.service._manager, self.world.service._exports
         found = {}
-        for name in (*EXPORTED, "kin"):
+        for name in (*EXPORTED, "kin", "odd"):
             upto = exports.exported_upto(name)
             following = manager.store.streams[name].log.next
             if upto is None or upto < following:

@@ -364,6 +364,7 @@ class Subscriber(Client):
                  expiry: int) -> None:  # fmt: skip
         super().__init__(kernel, name, random, v5=v5, clean=False, expiry=expiry)
         self._filters = filters
+        self.takes = 0.0  # s, to acknowledge a message of QoS 1
         self.subscribed_at: float | None = None
         self.first: float | None = None  # when it subscribed for the first time
         self.got: list[Got] = []
@@ -412,5 +413,11 @@ class Subscriber(Client):
             self.send(PUBREC, 0, pid)
         else:
             self.got.append(got)
-            if qos:
+            if qos and self.takes:
+                self.kernel.later(self.takes, None, self._acknowledge, self.link, pid)
+            elif qos:
                 self.send(PUBACK, 0, pid)
+
+    def _acknowledge(self, link: Link, pid: bytes) -> None:
+        if link is self.link:
+            self.send(PUBACK, 0, pid)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from bridge.ingest.planner import StreamId
-from bridge.objectkeys import JOINED, LOSSES
+from bridge.objectkeys import JOINED, LOSSES, parse_key
 from bridge.ranges import Ranges
 
 from .clients import POISON
+from .settings import SAMPLE
 
 if TYPE_CHECKING:
     from .checks import Checks
@@ -31,6 +35,7 @@ class ExportChecks:
         self._passed: list[tuple[float, int]] = []  # when, and how far, the export of kin had come
         self._numbers: dict[bytes, int] = {}  # of kin
         self._latest: dict[str, int] = {}
+        self._told: set[tuple[str, int]] = set()  # data objects: a gateway knows what is there, at that start
 
     # -- positions
 
@@ -147,9 +152,29 @@ class ExportChecks:
                     f"kin: number {number} ({payload!r}) was not sent again by an export that starts over"
                 )
         for payload in dead:
-            if POISON not in payload or world.plan.sink == "firehose":
+            message = checks.message(payload)
+            taken = world.plan.sink == "firehose" and not (message and message.topic.startswith("odd/"))
+            if POISON not in payload or taken:
                 checks.broken(f"dead: {payload!r} was rejected, and its destination takes it")
         self._in_order()
+        self._sampled()
+
+    def _sampled(self) -> None:
+        """A sample has the same messages, however they were cut into batches, sent again, and rejected."""
+        checks, world = self._checks, self.world
+        kept, counts = set[bytes](), Counter[str]()
+        for _, payload in sorted(checks.seen["odd"].items()):
+            message = checks.message(payload)
+            if message is None or len(message.sent) > 1 or checks.fails("odd"):
+                return  # it may be there twice, or have been
+            if counts[message.topic] % SAMPLE == 0:
+                kept.add(payload)
+            counts[message.topic] += 1
+        arrived, dead = set(world.kinesis.odd), set(checks.dead())
+        for payload in kept - arrived - dead:
+            checks.broken(f"odd: {payload!r} is of the sample, and was not sent or kept as a dead letter")
+        for payload in arrived - kept:
+            checks.broken(f"odd: {payload!r} was sent, and is not of the sample")
 
     def _in_order(self) -> None:
         """With a partition key, the records of a key come in their order, but for those sent again."""
@@ -173,6 +198,30 @@ class ExportChecks:
     def upload(self, stream: str, epoch: int, first: int, last: int) -> None:
         """An object has come."""
         self.uploaded.setdefault((stream, epoch), Ranges()).add(first, last)
+
+    def told(self, key: str) -> None:
+        """The gateway has asked for the object of a batch, and knows what is there."""
+        self._told.add((key, len(self.world.starts)))
+
+    def numbers_are_taken(self, key: str, rows: dict[int, bytes]) -> None:
+        """An object has come: its gateway did not know that other messages have these numbers.
+
+        It asks by the name of a batch. So another name would be a way around the answer.
+        """
+        name, starts = parse_key(key), len(self.world.starts)
+        if name is None or name.stream not in ("safe", "plain") or name.stream in self.world.export_starts:
+            return
+        for other, start in self._told:
+            known = parse_key(other)
+            if other == key or start != starts or known is None or other in self.world.bucket.harmed:
+                continue
+            same = (known.stream, known.epoch) == (name.stream, name.epoch)
+            if same and known.first <= name.last and known.last >= name.first:
+                there = rows_of(self.world.bucket.objects[other].body)
+                if any(there.get(number, payload) != payload for number, payload in rows.items()):
+                    self._checks.broken(
+                        f"{name.stream}: the gateway knew that {other} has other messages, and uploaded {key}"
+                    )
 
     def report(self, body: bytes) -> None:
         """A gateway report has come: each number that an export has passed was uploaded, or is explained.
@@ -217,6 +266,12 @@ class ExportChecks:
                 arrived = (name, number, payload) in self.rows or not checks.wanted(name, payload)
                 if number < upto and not arrived:
                     checks.broken(f"{name}: the export has passed number {number}, and it is in no object")
+
+
+def rows_of(body: bytes) -> dict[int, bytes]:
+    """The messages of a data object, by number."""
+    rows = [json.loads(line) for line in gzip.decompress(body).splitlines()]
+    return {row["sequence_number"]: base64.b64decode(row["payload"]) for row in rows}
 
 
 def _without(ranges: list[tuple[int, int]], first: int, last: int, most: int) -> Iterator[tuple[int, int]]:

@@ -31,6 +31,7 @@ class Loop(asyncio.BaseEventLoop):
     def __init__(self, process: Process) -> None:
         super().__init__()
         self._selector = _NoSelector()  # of the base class
+        self._clock_resolution = 1e-6  # of the base class, too: after a year, a float has no nanoseconds
         self.process, self.kernel = process, process.kernel
         self._due: float | None = None  # when it runs next
         self._turn = 0

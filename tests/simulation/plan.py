@@ -11,7 +11,7 @@ from random import Random
 
 from .deck import dealt
 from .lake_scenes import lake_scene
-from .scenes import TRIED, copy
+from .scenes import TRIED, copied, copy
 from .shared_scenes import shared_scene
 from .steps import Step
 
@@ -110,8 +110,9 @@ def draw(seed: int, steps: int = 30, scenes: int = 10) -> Plan:
             plan.steps.append(_crash(random, plan))
     for number, scene in enumerate(dealt(seed, scenes)):
         at = random.randrange(len(plan.steps) + 1)
-        play = copy if plan.restored and not number else scene
-        plan.steps[at:at] = [Step("repair"), *play(plan, random, random.randrange(DEVICES))]
+        if plan.restored and number < 4:
+            scene = (copy, copied)[number % 2]  # little is promised afterwards
+        plan.steps[at:at] = [Step("repair"), *scene(plan, random, random.randrange(DEVICES))]
     for more in (lake_scene(plan), shared_scene(plan)):
         at = random.randrange(len(plan.steps) + 1)
         plan.steps[at:at] = more

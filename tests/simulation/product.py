@@ -163,10 +163,13 @@ class Slow:
             kernel.process = kernel.thread = None  # it happens elsewhere
             self._world.requested(self._service)
             try:
-                return do(**options)
+                answer = do(**options)
             finally:
                 kernel.process, kernel.thread = process, thread
                 kernel.call("answer", self._random.random() * 0.03)
+            if name == "head_object":
+                self._world.checks.exports.told(options["Key"])
+            return answer
 
         return call
 
@@ -179,8 +182,9 @@ class Kinesis:
 
     def __init__(self, world: World, random: Random) -> None:
         self.world, self.random = world, random
-        self.down, self.faults = False, 0.0
-        self.records: list[bytes] = []
+        self.down, self.faults, self.cut = False, 0.0, False
+        self.records: list[bytes] = []  # of the export of kin
+        self.odd: list[bytes] = []  # of the export of odd
 
     def describe_stream_summary(self, **_: Any) -> dict[str, Any]:
         return {"StreamDescriptionSummary": {"OpenShardCount": 1000}}
@@ -192,20 +196,26 @@ class Kinesis:
             raise botocore.exceptions.ClientError(
                 error | {"ResponseMetadata": {"HTTPStatusCode": 400}}, "PutRecords"
             )
-        failed, answers = self._put(Records, "ProvisionedThroughputExceededException")
+        into = self.odd if StreamName == "odd" else self.records
+        failed, answers = self._put(Records, "ProvisionedThroughputExceededException", into)
         return {"FailedRecordCount": failed, "Records": answers}
 
     def put_record_batch(self, DeliveryStreamName: str, Records: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: N803
         """Of Firehose, which takes any record."""
         self._connect()
-        failed, answers = self._put(Records, "ServiceUnavailableException")
+        failed, answers = self._put(Records, "ServiceUnavailableException", self.records)
         return {"FailedPutCount": failed, "RequestResponses": answers}
 
     def _connect(self) -> None:
+        if self.cut:
+            self.cut = False
+            raise botocore.exceptions.ConnectionClosedError(endpoint_url="https://kinesis.invalid")
         if self.down or self.random.random() < self.faults:
             raise botocore.exceptions.EndpointConnectionError(endpoint_url="https://kinesis.invalid")
 
-    def _put(self, records: list[dict[str, Any]], code: str) -> tuple[int, list[dict[str, str]]]:
+    def _put(
+        self, records: list[dict[str, Any]], code: str, into: list[bytes]
+    ) -> tuple[int, list[dict[str, str]]]:
         """Take some of the records, or lose the answer; returns how many failed, and the answers."""
         answers, failed = [], 0
         for record in records:
@@ -213,9 +223,9 @@ class Kinesis:
                 failed += 1
                 answers.append({"ErrorCode": code, "ErrorMessage": "slower"})
             else:
-                self.records.append(record["Data"].removesuffix(b"\n"))
-                self.world.checks.exports.arrived(self.records[-1])
-                answers.append({"RecordId": str(len(self.records))})
+                into.append(record["Data"].removesuffix(b"\n"))
+                self.world.checks.exports.arrived(into[-1])
+                answers.append({"RecordId": str(len(into))})
         if self.random.random() < self.faults:
             raise botocore.exceptions.ReadTimeoutError(endpoint_url="https://kinesis.invalid")
         return failed, answers

@@ -6,6 +6,7 @@ import os
 import re
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,12 +33,12 @@ class Result(msgspec.Struct):
     trace: str = ""
 
 
-def one(plan: Plan, place: Path) -> Result:
-    """Run one world."""
+def one(make: Callable[[], World]) -> Result:
+    """Run one world, which `make` makes."""
     result = Result()
     world = None
     try:
-        world = World(plan, place)
+        world = make()
         world.run()
     except (Exception, Killed) as error:
         result.error = f"{type(error).__name__}: {error}"
@@ -47,9 +48,7 @@ def one(plan: Plan, place: Path) -> Result:
     finally:
         if world is not None:
             result.story, result.crashes = world.story, world.crashes
-            result.acknowledged = sum(
-                message.acked is not None for device in world.devices for message in device.messages
-            )
+            result.acknowledged = world.acknowledged
             if world.process is not None:
                 world.kernel.kill(world.process, -9)
         CHILDREN.clear()
@@ -58,7 +57,7 @@ def one(plan: Plan, place: Path) -> Result:
     return result
 
 
-def apart(plan: Plan) -> Result:
+def apart(make: Callable[[], World]) -> Result:
     """Run a world in a process of its own, so that what other worlds have left in memory cannot matter.
 
     The order of a set of objects depends on their addresses: `__main__` has them given alike.
@@ -67,7 +66,7 @@ def apart(plan: Plan) -> Result:
     child = os.fork()
     if not child:
         try:
-            result = one(plan, Path())
+            result = one(make)
             REAL["write"](writing, msgspec.msgpack.encode(result))
         finally:
             boundary.leave()
@@ -76,6 +75,17 @@ def apart(plan: Plan) -> Result:
         data = pipe.read()
     os.waitpid(child, 0)
     return msgspec.msgpack.decode(data, type=Result) if data else Result("the process has ended")
+
+
+def ready(place: Path) -> None:
+    """Make this the directory of worlds, and import all that they need."""
+    os.chdir(place)
+    MACHINE.here = f"{Path.cwd()}/"
+    prepare()
+
+
+def _planned(plan: Plan) -> Callable[[], World]:
+    return lambda: World(plan, Path())
 
 
 def run(
@@ -91,17 +101,15 @@ def run(
 
     That ends the run, with a story that is made shorter for `patience` seconds; None goes on instead.
     """
-    os.chdir(place)
-    MACHINE.here = f"{Path.cwd()}/"
-    prepare()
-    one(draw(0), Path())  # what is imported and made once is there, then, in the child of each world
+    ready(place)
+    one(_planned(draw(0)))  # what is imported and made once is there, then, in the child of each world
     boundary.real_collect()
     boundary.real_freeze()
     began, before = clock(), _processor()
     crashes = acknowledged = number = broken = 0
     print(f"seed {seed}", flush=True)
     while (number < worlds) if worlds is not None else (clock() - began < seconds):
-        result = apart(draw(seed + number))
+        result = apart(_planned(draw(seed + number)))
         crashes, acknowledged = crashes + result.crashes, acknowledged + result.acknowledged
         if story:
             print("\n".join(result.story))
@@ -136,7 +144,7 @@ def report(seed: int, result: Result, patience: float) -> None:
     if not patience:
         return
     shorter = shrink(plan, result, patience)
-    short = apart(shorter)
+    short = apart(_planned(shorter))
     print(f"\n{len(shorter.steps)} of its {len(plan.steps)} steps are enough:\n")
     print("\n".join(short.story))
     print(f"\n{short.error}\n\nthe same again: python -m tests.simulation --worlds 1 --seed {seed}")
@@ -151,7 +159,7 @@ def shrink(plan: Plan, result: Result, patience: float) -> Plan:
         at = 0
         while at < len(plan.steps) and clock() < until:
             fewer = replace(plan, steps=plan.steps[:at] + plan.steps[at + size :])
-            if _kind(apart(fewer).error) == kind:
+            if _kind(apart(_planned(fewer)).error) == kind:
                 plan = fewer
             else:
                 at += size

@@ -160,14 +160,14 @@ def rotation(plan: Plan, random: Random, device: int) -> list[Step]:
 def tail(plan: Plan, random: Random, device: int) -> list[Step]:
     """What no sync has covered is sent; the export starts over, and the power takes the tail."""
     family = random.choice(("plain", "plain", "ring"))
-    plan.sync_interval = random.choice((plan.sync_interval, 5000, 5000))
+    plan.sync_interval, plan.cuts = random.choice((plan.sync_interval, 5000, 5000)), True
     return [
         Step("publish", (device, 80, family, 1)),
         Step("pause", (2,)),
         _publish(random, device, family, 1)._replace(wait=plan.linger / 1000 + random.choice((0.1, 0.15))),
         Step("link", (True,)),
         Step("redefine", (family, random.choice((0.0, 0.5))), random.choice((0.15, 0.25))),
-        Step("cut" if plan.cuts else "kill", (random.random() * 0.05, "s later"), 0.3),
+        Step("cut", (random.random() * 0.05, "s later"), 0.3),
         _publish(random, device, family, 1)._replace(wait=0.2),
         Step("link", (False,)),
     ]
@@ -294,6 +294,22 @@ def copy(plan: Plan, random: Random, device: int) -> list[Step]:
     others = [Step("publish", (n % 3, 1, "safe", 1), 0.6) for n in range(device, device + 3)]
     lost = [Step("faults", (0.1,))] if random.random() < 0.5 else []
     return [Step("backup"), *some, Step("restore", (), 0.5), *lost, *others, Step("faults", (0.0,))]
+
+
+def copied(plan: Plan, random: Random, device: int) -> list[Step]:
+    """An old copy comes back, and the link breaks while it uploads other messages under the same numbers."""
+    plan.batch, plan.linger = 100_000, random.choice((100, 400))
+    many = Step("publish", (device, 120, "safe", 1), 1.2)
+    return [
+        Step("pause", (2,)),
+        Step("backup"),
+        many,
+        Step("restore", (), 0.5),
+        Step("breaks", (random.randrange(2), "s3")),
+        many._replace(wait=1.0),
+        Step("breaks", (random.randrange(2), "s3"), 0.5),
+        Step("link", (False,), 1.0),
+    ]
 
 
 def rights(plan: Plan, random: Random, device: int) -> list[Step]:

@@ -25,6 +25,49 @@ def broken(plan: Plan, random: Random, device: int) -> list[Step]:
     ]
 
 
+def both(plan: Plan, random: Random, device: int) -> list[Step]:
+    """Two exports have rejected records: the worker ends while one is being kept, and the next cannot be."""
+    plan.sink, plan.threads = "kinesis", max(plan.threads, 2)
+    first, then = random.choice((("odd", "kin"), ("kin", "odd"), ("odd", "kin")))
+    return [
+        Step("drain", (), 0.1),
+        Step("lag", (3, "/dead")),
+        Step("publish", (device, 80 if first == "kin" else 12, first, 1), 0.2),
+        Step("worker", (0, "s later")),
+        Step("refuse", (9, "/dead")),
+        Step("publish", ((device + 1) % 3, 120 if then == "kin" else 12, then, 1), random.choice((1, 2, 3))),
+        Step("repair", (), 1.0),
+        Step("drain"),
+    ]
+
+
+def sampled(plan: Plan, random: Random, device: int) -> list[Step]:
+    """A sample is sent in batches that the link cuts, and some of whose records are refused."""
+    breaks = [Step("breaks", (random.randrange(3), "kinesis"), 0.6) for _ in range(random.choice((1, 2)))]
+    return [
+        Step("publish", (device, random.choice((5, 20)), "odd", 1), 0.1),
+        *(breaks if random.random() < 0.5 else [Step("faults", (0.1,))]),
+        Step("publish", ((device + 1) % 3, 20, "odd", 1), 0.6),
+        *([Step("worker", (random.choice((3, 8)), "calls of the system later"), 0.6)][: random.randrange(2)]),
+        Step("repair", (), 0.3),
+        Step("faults", (0.0,), 0.5),
+        Step("drain"),
+    ]
+
+
+def keyed(plan: Plan, random: Random, device: int) -> list[Step]:
+    """Kinesis throttles some records of a batch, whose keys have others in it."""
+    plan.sink, plan.keyed = "kinesis", True
+    return [
+        Step("link", (True,)),
+        Step("publish", (device, 80, "kin", 1)),
+        Step("publish", ((device + 1) % 3, 80, "kin", 1), 0.4),
+        Step("faults", (random.choice((0.05, 0.1)),)),
+        Step("link", (False,), random.choice((0.5, 1.0))),
+        Step("faults", (0.0,), 0.3),
+    ]
+
+
 def heir(plan: Plan, random: Random, device: int) -> list[Step]:
     """A worker ends while a rejected record is being kept; its heir has another one, and that is not kept."""
     plan.sink, plan.keyed, plan.newest_first = "kinesis", False, random.random() < 0.8

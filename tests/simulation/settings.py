@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from .world import World
 
 QUEUED = 200_000  # bytes that wait for one subscriber, in a tight world
+IN_FLIGHT = 8  # messages that a subscriber has not acknowledged, in a tight world
 RETAINED = 12  # messages, in a tight world
 KIN_SEGMENT = 4096  # bytes, of the stream kin
 KEPT = ("safe", "state", "plain")  # topics below which there are retained messages
 WORK_SEGMENT = 4096  # bytes, of the stream work
 DEADLINE = 2.0  # s, in which a worker acknowledges what it has fetched
 FEW, TOPICS = 3, 12  # messages of each topic of the stream few, and its topics
+SAMPLE = 2  # the export of the stream odd sends one of so many messages of a topic
 ROOM_OF_FEW = FEW * TOPICS * 400  # bytes
 GUEST = "guest"  # a user who may make requests, and nothing that they ask for
 
@@ -35,7 +37,11 @@ def text(world: World) -> str:
     topics = {name: f"topics = {json.dumps(wanted)}\n" for name, wanted in plan.wanted.items()}
     starts = {name: f"start_sequence_number = {start}\n" for name, start in world.export_starts.items()}
     number = "max_messages = 25" if plan.seed % 3 else "max_messages_per_topic = 20"
-    limits = f"[mqtt.limits]\nqueued_bytes = {QUEUED}\nretained_messages = {RETAINED}\n" if plan.tight else ""
+    limits = (
+        f"[mqtt.limits]\nqueued_bytes = {QUEUED}\nretained_messages = {RETAINED}\nin_flight = {IN_FLIGHT}\n"
+        if plan.tight
+        else ""
+    )
     return f"""
 [gateway]
 id = "g"
@@ -108,6 +114,16 @@ topics = ["few/#"]
 flush_on_write = true
 {small}
 limits = {{ max_messages_per_topic = {FEW}, max_bytes = {ROOM_OF_FEW} }}
+[streams.odd]
+topics = ["odd/#"]
+flush_on_write = true
+[[streams.odd.export.kinesis]]
+identifier = "sample"
+kinesis_stream_name = "odd"
+batch_size = 8
+dead_letter_stream = "dead"
+[[streams.odd.export.kinesis.reduce]]
+sample = {SAMPLE}
 [streams.late]
 topics = ["late/#"]
 flush_on_write = true
@@ -158,7 +174,7 @@ def _rules(world: World) -> str:
     rules = []
     for n in range(DEVICES):
         allowed = [family for family in FAMILIES if (n, family) not in world.revoked]
-        topics = [f"{family}/#" for family in (*allowed, "state", "flood", "late")]
+        topics = [f"{family}/#" for family in (*allowed, "state", "flood", "late", "odd")]
         rules.append(f'[[mqtt.acl]]\nuser = "user{n}"\npublish = {json.dumps(topics)}\nsubscribe = []\n')
     kept = [f"{family}/kept/#" for family in KEPT]
     heard = ["live/#", "flood/#", "share/#", "others/#", *kept]

@@ -55,7 +55,7 @@ def one_is_away(plan: Plan, random: Random, device: int) -> list[Step]:
         Step("members", (True,), 0.6),
         Step("publish", (device, 5, "share", 1), 0.2),
         Step("member", (who,), 0.2),
-        Step("publish", (device, random.choice((20, 120, 300)), "share", 1), 0.6),
+        Step("publish", (device, random.choice((20, 120, 300)), "share", 1), random.choice((0.6, 2.0))),
         Step("member", (who,), 0.5),
     ]
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TREE = Path(__file__).resolve().parents[2]
 
 
@@ -36,15 +38,18 @@ def test_a_seed_gives_the_same_story_again_also_among_others() -> None:
 
 CAUGHT = """
 from pathlib import Path
+
+import pytest
 from tests.simulation import boundary
 boundary.install()
 boundary.MACHINE.here = f"{Path.cwd()}/"
 from tests.simulation import runs
 from tests.simulation.plan import draw
 runs.prepare()
+from tests.simulation.world import World
 from tests.simulation.exports import ExportChecks
 ExportChecks.upload = lambda self, *_: self._checks.broken("this promise")
-print(runs.one(draw(1), Path()).error)
+print(runs.one(lambda: World(draw(1), Path())).error)
 """
 
 
@@ -55,3 +60,13 @@ def test_a_promise_that_is_found_broken_during_an_upload_ends_the_world(tmp_path
         capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert ended.stdout.strip() == "BrokenError: this promise", ended.stderr
+
+
+@pytest.mark.slow(seconds=60)
+def test_hundreds_of_exports_and_a_leap_year_of_them_lose_nothing_and_nothing_comes_late() -> None:
+    ended = simulate("--large")
+    print(ended.stdout)  # with the seed, which is new each time
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert [line.partition(",")[0] for line in ended.stdout.splitlines()] == [
+        "hundreds of exports", "a year", "a year of clock steps",
+    ]  # fmt: skip

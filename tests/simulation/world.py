@@ -30,6 +30,7 @@ QUIET = 120.0  # s of simulated time in which everything must settle
 TERM, HUP = 15, 1
 SESSION = 60  # s that the subscriber's session outlives its connection, with MQTT 5
 EXPIRY = 10  # s, of some messages
+POISONED = {"kin": 0.03, "odd": 0.3}  # how many messages Kinesis rejects
 
 
 class BrokenError(AssertionError):
@@ -153,6 +154,11 @@ class World:
                 trace = "".join(traceback.format_exception(record.exc_info[1]))
                 self.checks.broken(f"an internal error: {text}\n{trace}")
 
+    @property
+    def acknowledged(self) -> int:
+        """How many messages were."""
+        return sum(message.acked is not None for device in self.devices for message in device.messages)
+
     # -- the gateway
 
     def _write_config(self) -> None:
@@ -249,6 +255,7 @@ class World:
             self._requests_left -= 1
             if self._requests_left < 0:
                 self._do_link(True)
+                (self.bucket if service == "s3" else self.kinesis).cut = True
 
     # -- the run
 
@@ -280,6 +287,8 @@ class World:
         self._do_faults(0.0)
         self.features.plugin(False)
         self.features.stall(False)
+        for member in self.members:
+            member.takes = 0.0
         assert self.process is not None
         self.process.calls_left = None
         self._heal_rights()
@@ -318,7 +327,7 @@ class World:
             if family in ("safe", "plain") and n % 7 == 3:
                 topic = f"{family}/both/{device}"
             body = f"{who.name} {len(who.messages)} {self.random.randrange(10**6)} ".encode()
-            if family == "kin" and self.random.random() < 0.03:
+            if family in POISONED and self.random.random() < POISONED[family]:
                 body += POISON
             expiry = EXPIRY if family == "live" and self.random.random() < 0.3 else 0
             who.publish(topic, body + b"." * self.random.choice((0, 5, 40, 200)), qos, expiry=expiry)
@@ -468,6 +477,7 @@ class World:
 
     def _do_link(self, down: bool) -> None:
         self.bucket.down = self.kinesis.down = down
+        self.bucket.cut = self.kinesis.cut = False
         self._breaking = ""
 
     def _do_breaks(self, number: int, service: str) -> None:
