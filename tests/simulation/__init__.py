@@ -24,6 +24,8 @@ line of its story. What was promised is compared with what is there:
     lake       the table, verdicts, upkeep, the end of a gateway (with `cloud`, `bucket`, and `table` or
                `iceberg`), a streaming query (`query`)
 
+`large` uses the same machine for hundreds of exports, and for a year of them.
+
 A world that fails is made smaller: steps are left out of its plan as long as it still fails in the same
 way. What remains is printed as a story.
 """

@@ -334,6 +334,8 @@ class Checks:
         # Zeros that a power cut leaves in the last frame may be a torn write or damage, and nothing tells
         # them apart (proof.md, "Every crash state"). `_acknowledged` knows what of it was acknowledged.
         excused = excused or ("; lost: " in text and bool(self.losses))
+        # A disk that has failed twice, at a sync and elsewhere, has really lost what it was given.
+        excused = excused or bool(self._unsynced[name])
         # What a limit drops it drops again, so that its record is not synced.
         excused = excused or (name == "few" and "/drops.log" in text)
         if torn and self.flushed(name) and not excused:

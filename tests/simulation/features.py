@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from .boundary import MACHINE
 from .settings import KEPT, KIN_SEGMENT
+from .shares import crowd
 
 if TYPE_CHECKING:
     from .clients import Client, Device
@@ -91,6 +92,15 @@ class Features:
 
     def members(self, here: bool) -> None:
         for who in self.world.members:
+            if who.away == here:
+                self._toggle(who)
+
+    def crowd(self, here: bool) -> None:
+        world = self.world
+        if here and not world.crowd:
+            world.crowd = crowd(world)
+            world.clients += world.crowd
+        for who in world.crowd:
             if who.away == here:
                 self._toggle(who)
 

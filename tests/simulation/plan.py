@@ -106,7 +106,7 @@ def draw(seed: int, steps: int = 30, scenes: int = 10) -> Plan:
                 plan.steps.append(_use(random, trouble.arguments[1], wait))
                 if trouble.arguments[1] == "exact":
                     plan.steps.append(Step("room", (), wait))
-        if random.random() < 0.3:
+        if random.random() < 0.35:
             plan.steps.append(_crash(random, plan))
     for number, scene in enumerate(dealt(seed, scenes)):
         at = random.randrange(len(plan.steps) + 1)

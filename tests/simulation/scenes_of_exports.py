@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
+from .scenes import end
 from .steps import Step
 
 if TYPE_CHECKING:
@@ -28,14 +29,14 @@ def broken(plan: Plan, random: Random, device: int) -> list[Step]:
 def both(plan: Plan, random: Random, device: int) -> list[Step]:
     """Two exports have rejected records: the worker ends while one is being kept, and the next cannot be."""
     plan.sink, plan.threads = "kinesis", max(plan.threads, 2)
-    first, then = random.choice((("odd", "kin"), ("kin", "odd"), ("odd", "kin")))
+    first, then = random.choice((("odd", "kin"), ("kin", "odd"), ("kin", "odd")))
     return [
         Step("drain", (), 0.1),
-        Step("lag", (3, "/dead")),
-        Step("publish", (device, 80 if first == "kin" else 12, first, 1), 0.2),
+        Step("lag", (12, "/dead")),
+        Step("publish", (device, 80 if first == "kin" else 12, first, 1), random.choice((0.3, 0.6, 1.0))),
         Step("worker", (0, "s later")),
         Step("refuse", (9, "/dead")),
-        Step("publish", ((device + 1) % 3, 120 if then == "kin" else 12, then, 1), random.choice((1, 2, 3))),
+        Step("publish", ((device + 1) % 3, 120 if then == "kin" else 12, then, 1), random.choice((3, 6, 9))),
         Step("repair", (), 1.0),
         Step("drain"),
     ]
@@ -49,6 +50,7 @@ def sampled(plan: Plan, random: Random, device: int) -> list[Step]:
         *(breaks if random.random() < 0.5 else [Step("faults", (0.1,))]),
         Step("publish", ((device + 1) % 3, 20, "odd", 1), 0.6),
         *([Step("worker", (random.choice((3, 8)), "calls of the system later"), 0.6)][: random.randrange(2)]),
+        end(plan, random),
         Step("repair", (), 0.3),
         Step("faults", (0.0,), 0.5),
         Step("drain"),
@@ -60,8 +62,8 @@ def keyed(plan: Plan, random: Random, device: int) -> list[Step]:
     plan.sink, plan.keyed = "kinesis", True
     return [
         Step("link", (True,)),
-        Step("publish", (device, 80, "kin", 1)),
-        Step("publish", ((device + 1) % 3, 80, "kin", 1), 0.4),
+        Step("publish", (device, 120, "kin", 1)),
+        Step("publish", ((device + 1) % 3, 120, "kin", 1), 0.4),
         Step("faults", (random.choice((0.05, 0.1)),)),
         Step("link", (False,), random.choice((0.5, 1.0))),
         Step("faults", (0.0,), 0.3),

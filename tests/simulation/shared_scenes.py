@@ -60,6 +60,21 @@ def one_is_away(plan: Plan, random: Random, device: int) -> list[Step]:
     ]
 
 
+def crowded(plan: Plan, random: Random, device: int) -> list[Step]:
+    """A large group has a topic in use, and nearly all of its members go away."""
+    who = random.randrange(2)
+    return [
+        Step("members", (True,), 0.1),
+        Step("crowd", (True,), 0.6),
+        Step("publish", (device, 5, "share", 1), 0.2),
+        Step("crowd", (False,), 0.1),
+        Step("member", (who,), 0.2),
+        Step("publish", (device, random.choice((20, 60)), "share", 1), 0.6),
+        Step("member", (who,), 0.3),
+        Step("crowd", (True,), 0.5),
+    ]
+
+
 def soon(plan: Plan, random: Random, device: int) -> list[Step]:
     """The gateway ends again soon after a start, or after new messages, while workers are busy with them."""
     return [
@@ -82,4 +97,4 @@ def unsaved(plan: Plan, random: Random, device: int) -> list[Step]:
     ]
 
 
-SCENES: dict[Scene, float] = {heirs: 1.5, one_is_away: 1.5, soon: 1.5, unsaved: 1.5}
+SCENES: dict[Scene, float] = {heirs: 1.5, one_is_away: 1, crowded: 1.5, soon: 1.5, unsaved: 1.5}

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .world import World
 
 FILTERS = [("$share/group/share/#", 1), ("others/#", 0)]
+CROWD = 18
 TAKES = (0.0, 0.02, 0.1)  # s that a message is worked on; meanwhile others may wait behind it
 EXPIRY = (5, 65_536)  # s that the session of each member outlives its connection, with MQTT 5
 
@@ -35,6 +36,17 @@ def members(world: World, seed: int) -> list[Subscriber]:
     for member in found:
         member.takes = TAKES[seed % len(TAKES)]
     return found
+
+
+def crowd(world: World) -> list[Subscriber]:
+    """More members than the broker compares for one message."""
+    seed = world.plan.seed
+    return [
+        Subscriber(
+            world.kernel, f"one-{n}", Random(f"one {n} {seed}"), FILTERS, v5=bool(n % 2), expiry=EXPIRY[1]
+        )
+        for n in range(CROWD)
+    ]
 
 
 class ShareChecks:
@@ -53,7 +65,7 @@ class ShareChecks:
         ]  # fmt: skip
         if not since or (world.plan.tight and sum(len(one.payload) + 100 for one in mine) > QUEUED):
             return
-        got = {one.payload for member in world.members for one in member.got}
+        got = {one.payload for member in (*world.members, *world.crowd) for one in member.got}
         begun = max(since)
         if self._sessions.lost(begun):
             return
@@ -71,7 +83,8 @@ class ShareChecks:
     def _prefers_those_who_are_there(self) -> None:
         here, gone = self.world.members
         since = max(self.world.cuts, default=-1.0) + 0.5
-        for one, other in ((here, gone), (gone, here)):
+        others = [(one, other) for one in self.world.crowd for other in (here, gone)]
+        for one, other in ((here, gone), (gone, here), *others):
             early = {each.payload for each in other.got}
             for at, _, payload, _ in one.got:
                 message = self._checks.message(payload)

@@ -68,6 +68,7 @@ WORDS = {
     "hire": "worker {0} goes away or comes back",
     "member": "member {0} of a shared subscription goes away or comes back",
     "members": "all members of a shared subscription come back, or go away (come back: {0})",
+    "crowd": "many members of a shared subscription come, or go away (come: {0})",
     "ingest": "an ingest run",
     "query": "a trigger of a streaming query over the landing prefix",
     "prune": "an operator prunes the landing prefix, or merges and expires files of the table",

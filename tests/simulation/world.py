@@ -120,6 +120,7 @@ class World:
         self.appender = requests.Appender(self.kernel, Random(f"appender {seed}"))
         self.guest = requests.Guest(self.kernel, Random(f"guest {seed}"))
         self.members = shares.members(self, seed)
+        self.crowd: list[Subscriber] = []  # more members, in some worlds
         self.labour = workers.ConsumerChecks(self)
         self.workers = [
             workers.Worker(self.kernel, f"worker-{n}", Random(f"worker {n} {seed}"), self.labour, v5=n == 0)
