@@ -29,14 +29,13 @@ def broken(plan: Plan, random: Random, device: int) -> list[Step]:
 def both(plan: Plan, random: Random, device: int) -> list[Step]:
     """Two exports have rejected records: the worker ends while one is being kept, and the next cannot be."""
     plan.sink, plan.threads = "kinesis", max(plan.threads, 2)
-    first, then = random.choice((("odd", "kin"), ("kin", "odd"), ("kin", "odd")))
     return [
         Step("drain", (), 0.1),
-        Step("lag", (12, "/dead")),
-        Step("publish", (device, 80 if first == "kin" else 12, first, 1), random.choice((0.3, 0.6, 1.0))),
+        Step("lag", (15, "/dead")),
+        Step("publish", (device, 120, "kin", 1), random.choice((0.5, 1, 2))),
         Step("worker", (0, "s later")),
         Step("refuse", (9, "/dead")),
-        Step("publish", ((device + 1) % 3, 120 if then == "kin" else 12, then, 1), random.choice((3, 6, 9))),
+        Step("publish", ((device + 1) % 3, 20, "odd", 1), random.choice((9, 15))),
         Step("repair", (), 1.0),
         Step("drain"),
     ]
@@ -67,22 +66,6 @@ def keyed(plan: Plan, random: Random, device: int) -> list[Step]:
         Step("faults", (random.choice((0.05, 0.1)),)),
         Step("link", (False,), random.choice((0.5, 1.0))),
         Step("faults", (0.0,), 0.3),
-    ]
-
-
-def heir(plan: Plan, random: Random, device: int) -> list[Step]:
-    """A worker ends while a rejected record is being kept; its heir has another one, and that is not kept."""
-    plan.sink, plan.keyed, plan.newest_first = "kinesis", False, random.random() < 0.8
-    ends = Step("worker", (0, "s later"), 0.7 + random.random() * 2)
-    return [
-        Step("lag", (3, "/dead")),
-        Step("publish", (device, 80, "kin", 1), 0.2),
-        ends,
-        ends._replace(wait=0.0),
-        Step("publish", ((device + 1) % 3, 120, "kin", 1), random.choice((0.1, 0.5, 1))),
-        Step("refuse", (9, "/dead"), random.choice((1, 2))),
-        Step("repair", (), 1.0),
-        Step("drain"),
     ]
 
 
