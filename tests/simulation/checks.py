@@ -509,7 +509,8 @@ class Checks:
             stored: dict[int, float] = {}  # when the last answer came that can have stored it
             for asked, answered, number in one.answers:
                 last = stored.setdefault(number, answered)
-                if excuse < last and asked > last + self.world.plan.window + self.late:
+                slow = self.world.disk.syncing(last, asked)  # limits wait for syncs in the background
+                if excuse < last and asked > last + self.world.plan.window + self.late + slow:
                     self.broken(f"ids: {one.payload!r} passed for number {number} after {asked - last:.1f} s")
 
     def _acknowledged(self, name: str, there: set[bytes]) -> None:
@@ -677,7 +678,8 @@ class Checks:
         excuse = max((*world.cuts, *world.sync_failures), default=0)
         for (number, _), at in zip(found, sent, strict=True):
             last = max(sent) if whole else at
-            if excuse < at and last < world.kernel.now - old:
+            slow = world.disk.syncing(last, world.kernel.now)
+            if excuse < at and last < world.kernel.now - old - slow:
                 self.broken(f"aged: number {number} is still there, after {world.kernel.now - at:.1f} s")
 
     # -- the cloud

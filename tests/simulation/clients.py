@@ -364,7 +364,6 @@ class Subscriber(Client):
                  expiry: int) -> None:  # fmt: skip
         super().__init__(kernel, name, random, v5=v5, clean=False, expiry=expiry)
         self._filters = filters
-        self.takes = 0.0  # s, to acknowledge a message of QoS 1
         self.subscribed_at: float | None = None
         self.first: float | None = None  # when it subscribed for the first time
         self.got: list[Got] = []
@@ -379,6 +378,7 @@ class Subscriber(Client):
         if not self.session_present:
             self._held.clear()
             self.subscribed_at = None
+        if self.subscribed_at is None:  # also if the connection was lost before SUBACK
             body = b"\0\1" + (b"\0" if self.v5 else b"")
             for name, qos in self._filters:
                 body += _text(name) + bytes([qos])
@@ -413,11 +413,5 @@ class Subscriber(Client):
             self.send(PUBREC, 0, pid)
         else:
             self.got.append(got)
-            if qos and self.takes:
-                self.kernel.later(self.takes, None, self._acknowledge, self.link, pid)
-            elif qos:
+            if qos:
                 self.send(PUBACK, 0, pid)
-
-    def _acknowledge(self, link: Link, pid: bytes) -> None:
-        if link is self.link:
-            self.send(PUBACK, 0, pid)

@@ -128,7 +128,9 @@ class ExportChecks:
         return self._latest.get(stream, 0)
 
     def _starts_at(self, stream: str, start: int) -> bool:
-        definition = self.world.service._manager.definitions[stream]
+        definition = self.world.service._manager.definitions.get(stream)
+        if definition is None:  # it could not be opened
+            return False
         configs = [config for kind in definition.export_definition.values() for config in kind]
         return all(config.get("startSequenceNumber", 0) == start for config in configs)
 

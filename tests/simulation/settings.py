@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .world import World
 
 QUEUED = 200_000  # bytes that wait for one subscriber, in a tight world
-IN_FLIGHT = 8  # messages that a subscriber has not acknowledged, in a tight world
 RETAINED = 12  # messages, in a tight world
 KIN_SEGMENT = 4096  # bytes, of the stream kin
 KEPT = ("safe", "state", "plain")  # topics below which there are retained messages
@@ -37,11 +36,7 @@ def text(world: World) -> str:
     topics = {name: f"topics = {json.dumps(wanted)}\n" for name, wanted in plan.wanted.items()}
     starts = {name: f"start_sequence_number = {start}\n" for name, start in world.export_starts.items()}
     number = "max_messages = 25" if plan.seed % 3 else "max_messages_per_topic = 20"
-    limits = (
-        f"[mqtt.limits]\nqueued_bytes = {QUEUED}\nretained_messages = {RETAINED}\nin_flight = {IN_FLIGHT}\n"
-        if plan.tight
-        else ""
-    )
+    limits = f"[mqtt.limits]\nqueued_bytes = {QUEUED}\nretained_messages = {RETAINED}\n" if plan.tight else ""
     return f"""
 [gateway]
 id = "g"

@@ -21,21 +21,17 @@ if TYPE_CHECKING:
 
 FILTERS = [("$share/group/share/#", 1), ("others/#", 0)]
 CROWD = 18
-TAKES = (0.0, 0.02, 0.1)  # s that a message is worked on; meanwhile others may wait behind it
 EXPIRY = (5, 65_536)  # s that the session of each member outlives its connection, with MQTT 5
 
 
 def members(world: World, seed: int) -> list[Subscriber]:
     """Two clients; the session of the first one ends soon after it goes, with MQTT 5."""
-    found = [
+    return [
         Subscriber(
             world.kernel, f"member-{n}", Random(f"member {n} {seed}"), FILTERS, v5=n == 0, expiry=EXPIRY[n]
         )
         for n in range(2)
     ]
-    for member in found:
-        member.takes = TAKES[seed % len(TAKES)]
-    return found
 
 
 def crowd(world: World) -> list[Subscriber]:

@@ -288,8 +288,6 @@ class World:
         self._do_faults(0.0)
         self.features.plugin(False)
         self.features.stall(False)
-        for member in self.members:
-            member.takes = 0.0
         assert self.process is not None
         self.process.calls_left = None
         self._heal_rights()
