@@ -336,8 +336,8 @@ class Checks:
         excused = excused or ("; lost: " in text and bool(self.losses))
         # A disk that has failed twice, at a sync and elsewhere, has really lost what it was given.
         excused = excused or bool(self._unsynced[name])
-        # What a limit drops it drops again, so that its record is not synced.
-        excused = excused or (name == "few" and "/drops.log" in text)
+        # What a limit drops, or has been exported, is dropped again: the record of it is not synced.
+        excused = excused or (name in ("few", "kin", "work") and "/drops.log" in text)
         if torn and self.flushed(name) and not excused:
             self.broken(f"{name}: a start has found damage in what was acknowledged: {text}")
 

@@ -134,7 +134,7 @@ class ConsumerChecks:
         before = self.latest.get(number)
         # It may have given it back for an earlier delivery, while the answer of this one was on its way.
         back = self._given_back.get((worker, number), -1.0) >= asked
-        if before is not None and back and count < before.count:
+        if before is not None and (back or asked < before.asked) and count < before.count:
             return  # the answer to who has got it since was faster
         self.latest[number] = Delivered(payload, worker, asked, count, back, more=self._unseen())
         if checks.lied or checks.over:
