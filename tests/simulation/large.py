@@ -344,8 +344,9 @@ class Year(Gateway):
                 (self.starts, hint if self.steps else 0.0),
                 (self.troubles_of_link, self.BACKOFF),
             ):
-                last = bisect_right(again, at)
-                if last and again[last - 1] > one.at:
+                if last := bisect_right(
+                    again, at
+                ):  # an export waits on for a moment when the link is up again
                     due = max(due, again[last - 1] + wait)
             if at > due + SLACK:
                 raise BrokenError(
