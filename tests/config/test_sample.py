@@ -62,7 +62,8 @@ def test_every_key_that_the_code_knows_is_in_the_file() -> None:
     sensors = shown.pop("streams")["sensors"]
     sensors.pop("export")
     del shown["gateway"]["data_dir"]
-    missing = absent(Config, shown, "", {"path", "streams", "data_dir"})
+    past = {"handshakes_per_second"}  # still allowed, and without effect
+    missing = absent(Config, shown, "", {"path", "streams", "data_dir"} | past)
     missing += absent(
         MessageStreamDefinition,
         {"stream_segment_size": sensors.pop("segment_size"), **sensors},

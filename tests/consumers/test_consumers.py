@@ -324,7 +324,7 @@ async def test_a_consumer_has_the_topics_and_the_start_of_its_definition(bridge:
         ({"startTime": "yesterday"}, "2026-01-31T12:00:00Z"),
         ({"startTime": "2026-01-31T12:00:00"}, "zone"),
         ({"startTime": "2026-01-31T12:00:00Z", "startSequenceNumber": 3}, "not both"),
-        ({"priority": 3}, "a consumer has none"),
+        ({"priority": 3}, "a consumer has no priority"),
         ({"maxUnacknowledged": 10_001}, "maxUnacknowledged"),
         ({"deadLetterStream": "s"}, "exported stream itself"),
         ({"nonsense": 1}, "nonsense"),

@@ -14,7 +14,7 @@ from bridge.mqtt.wire.packets import V5, packet
 from bridge.mqtt.wire.properties import write_properties
 
 from ..fakes.clock import Shifted
-from .harness import PLAIN, Bridge, Packet, ack, bridge_test, copied, found_again, publish, until
+from .harness import PLAIN, Bridge, Packet, ack, bridge_test, copied, found_again, full_disk, publish, until
 
 RECEIVED, COMPLETE = 0x50, 0x70
 
@@ -116,6 +116,37 @@ def test_a_kill_while_a_message_waits_for_its_second_stream_doubles_and_loses_no
             assert await again.payloads("both") == [b"m1"]
 
     run(tmp_path)
+
+
+@bridge_test
+async def test_a_snapshot_in_the_middle_of_a_read_has_no_id_of_a_message_that_is_not_stored(
+    bridge: Bridge,
+) -> None:
+    bridge.stream("both", "in/both", flush_on_write=True)
+    bridge.stream("slow", "in/slow", flush_on_write=True)
+    stream, gate = bridge.store.streams["slow"], threading.Event()
+    client = await bridge.connect("c", clean=False)
+    assert (await client.exchange(publish("in/slow", b"0", 2, 1))).head == RECEIVED
+    write = stream.log.write
+
+    def slow(*given: Any, **options: Any) -> None:
+        gate.wait(30)
+        write(*given, **options)
+
+    stream.log.write = slow  # type: ignore[method-assign]
+    other = await bridge.connect("o", clean=False)
+    with full_disk(times=1):
+        other.send(publish("in/a", b"x", 2, 1))
+        assert await other.closed(), "the journal has failed, and is written anew with the next record"
+    # The second message is the first one of its stream, which the journal has to know before it is stored.
+    client.send(publish("in/slow", b"1", 2, 2) + publish("in/both", b"2", 2, 3))
+    await until(lambda: not bridge.broker.journal.failed)
+    taken = copied(bridge)
+    gate.set()
+    async with found_again(bridge, taken) as again:
+        client = await again.connect("c", clean=False)
+        assert (await client.exchange(publish("in/slow", b"1", 2, 2, dup=True))).head == RECEIVED
+        assert await again.payloads("slow") == [b"0", b"1"]
 
 
 @bridge_test

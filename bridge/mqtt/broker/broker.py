@@ -290,7 +290,7 @@ class Broker:
     def unstored_ids(self, session: Session) -> set[int]:
         """QoS 2 ids of a session whose messages are not known to be stored yet."""
         newest = self._newest.get(session.client_id)
-        return newest.unstored_ids if newest is not None else set()
+        return newest.uncommitted_ids if newest is not None else set()
 
     def set_expiry(self, session: Session, seconds: int) -> None:
         """Set how long a session outlives its connection, and keep or forget it accordingly."""

@@ -72,6 +72,7 @@ class Batch:
 
     def __init__(self, inbox: Inbox) -> None:
         self.inbox = inbox
+        inbox.newest = self
         self.acks = bytearray()
         self.touched: dict[Committer, None] = {}
         # QoS 2 ids that are in use only if the commit succeeds, and where their messages are if it does
@@ -142,12 +143,13 @@ class Single(msgspec.Struct, gc=False):
 class Inbox:
     """One connection's batches, and the session that its packets belong to once it has logged in."""
 
-    __slots__ = ("_at_rest", "_batches", "_held", "_journal", "line", "session")
+    __slots__ = ("_at_rest", "_batches", "_held", "_journal", "line", "newest", "session")
 
     def __init__(self, line: Line, journal: Journal) -> None:
         self.line: Line = line
         self._journal = journal
         self.session: Session | None = None
+        self.newest: Batch | None = None  # of the last read; it may be handled still, and not be put yet
         self._batches: deque[Batch | Single] = deque()
         self._held = False
         self._at_rest: list[Callable[[], object]] = []
@@ -161,6 +163,11 @@ class Inbox:
     def unstored_ids(self) -> set[int]:
         """QoS 2 ids in use whose messages are not known to be stored yet."""
         return {packet_id for batch in self._batches for packet_id in batch.ids}
+
+    @property
+    def uncommitted_ids(self) -> set[int]:
+        """These, and those of the read that is being handled."""
+        return self.unstored_ids if self.newest is None else self.unstored_ids.union(self.newest.ids)
 
     def is_unstored(self, packet_id: int) -> bool:
         """Whether a QoS 2 id is one of these."""
