@@ -9,8 +9,8 @@ operation. In a year, the supervision's heart beats once an hour.
 `Many`: whatever fails, each message that was acknowledged is in one object, under its number; and while
 nothing fails, no export waits longer than all of them together take.
 
-`Year`: no message waits longer for its object than `time_hint_millis`, whatever the wall clock does. With a
-right clock, the time does not begin anew with a restart, and no object comes early.
+`Year`: no message waits longer for its object than `time_hint_millis`, also over a restart, and no object
+comes early.
 """
 
 from __future__ import annotations
@@ -294,18 +294,15 @@ class Many(Gateway):
 
 
 class Year(Gateway):
-    """A few exports that collect messages for long, and a leap year of what happens to clocks."""
+    """A few exports that collect messages for long, for a leap year."""
 
     HINTS = (1.0, 300.0, HOUR, DAY)  # s
     BACKOFF = 300.0  # s between two attempts, at most
 
-    def __init__(self, seed: int, place: Path, *, steps: bool) -> None:
-        """`steps`: whether the wall clock is stepped, by NTP, by hand and for summer time."""
-        self.steps = steps
+    def __init__(self, seed: int, place: Path) -> None:
         streams = {f"h{n}": {"timeHintMillis": int(hint * 1000)} for n, hint in enumerate(self.HINTS)}
         super().__init__(seed, place, streams, HOUR, 2)
         self.troubles_of_link: list[float] = []  # when the link was up again
-        self.stepped: list[float] = []  # when the wall clock was
 
     def _set_clock(self) -> None:
         MACHINE.wall, MACHINE.synchronised = LEAP_YEAR, True
@@ -325,15 +322,11 @@ class Year(Gateway):
                 self.kernel.pass_time(random.random() * 12 * HOUR)
                 self._do_link(False)
                 self.troubles_of_link.append(self.kernel.now)
-            if self.steps and random.random() < 0.05:
-                self._do_clock(random.choice((-1, 1)) * random.choice((0.5, HOUR, HOUR, 400 * DAY)))
-                self.stepped.append(self.kernel.now)
         self.all_arrive(2 * DAY)
-        if not any(LEAP_DAY in key for key in self.objects) and not self.steps:
+        if not any(LEAP_DAY in key for key in self.objects):
             raise BrokenError("no object has the leap day in its name")
         self._nothing_is_late()
-        if not self.steps:
-            self._nothing_is_early()
+        self._nothing_is_early()
 
     def _hint(self, stream: str) -> float:
         return self.HINTS[int(stream[1:])]
@@ -343,10 +336,8 @@ class Year(Gateway):
             at, hint = self.arrived[one.stream, one.number], self._hint(one.stream)
             due = one.at + hint
             for again, wait in (
-                (self.starts, hint if self.steps else 0.0),
+                (self.starts, 0.0),
                 (self.troubles_of_link, self.BACKOFF),
-                # The batch before may be waiting, and the next one is measured by the new clock.
-                (self.stepped, 2 * hint),
             ):
                 if last := bisect_right(
                     again, at
@@ -375,8 +366,7 @@ def run(seed: int, place: Path) -> int:
 
     made = {
         "hundreds of exports": lambda: Many(seed, Path()),
-        "a year": lambda: Year(seed, Path(), steps=False),
-        "a year of clock steps": lambda: Year(seed + 1, Path(), steps=True),
+        "a year": lambda: Year(seed, Path()),
     }
     runs.ready(place)
     broken = 0
