@@ -19,6 +19,19 @@ from .harness import PLAIN, Bridge, Packet, ack, bridge_test, copied, found_agai
 RECEIVED, COMPLETE = 0x50, 0x70
 
 
+def held(bridge: Bridge, name: str) -> threading.Event:
+    """Let each write to a stream wait until this is set."""
+    gate, log = threading.Event(), bridge.store.streams[name].log
+    write = log.write
+
+    def slow(*given: Any, **options: Any) -> None:
+        gate.wait(30)
+        write(*given, **options)
+
+    log.write = slow  # type: ignore[method-assign]
+    return gate
+
+
 def sessions(root: Path) -> Path:
     return root / "data" / "mqtt" / "sessions.journal"
 
@@ -88,15 +101,7 @@ def test_a_kill_while_a_message_waits_for_its_second_stream_doubles_and_loses_no
     @bridge_test
     async def run(bridge: Bridge) -> None:
         bridge.stream("both", "in/both", flush_on_write=True)
-        gate = threading.Event()
-        stream = bridge.store.streams["both"]
-        write = stream.log.write
-
-        def slow(*given: Any, **options: Any) -> None:
-            gate.wait(30)
-            write(*given, **options)
-
-        stream.log.write = slow  # type: ignore[method-assign]
+        gate = held(bridge, "both")
         slow_one = await bridge.connect("c", clean=False)
         slow_one.send(publish("in/both", b"m1", 2, 1))
         await until(lambda: bridge.store.streams["s"].next_sequence == 1)
@@ -124,16 +129,9 @@ async def test_a_snapshot_in_the_middle_of_a_read_has_no_id_of_a_message_that_is
 ) -> None:
     bridge.stream("both", "in/both", flush_on_write=True)
     bridge.stream("slow", "in/slow", flush_on_write=True)
-    stream, gate = bridge.store.streams["slow"], threading.Event()
     client = await bridge.connect("c", clean=False)
     assert (await client.exchange(publish("in/slow", b"0", 2, 1))).head == RECEIVED
-    write = stream.log.write
-
-    def slow(*given: Any, **options: Any) -> None:
-        gate.wait(30)
-        write(*given, **options)
-
-    stream.log.write = slow  # type: ignore[method-assign]
+    gate = held(bridge, "slow")
     other = await bridge.connect("o", clean=False)
     with full_disk(times=1):
         other.send(publish("in/a", b"x", 2, 1))
