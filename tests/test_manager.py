@@ -368,8 +368,8 @@ def test_a_stream_that_cannot_be_opened_is_refused_by_every_front_end_and_never_
             for ask in (manager.describe, manager.delete):
                 with pytest.raises(StorageFailed, match=reason):
                     ask("s")
-            assert list(manager.refused) == ["s"]
-            manager.refuse(manager.check(definition(topics=["t/#"])), "declared")
+            assert list(manager.bindings.refused) == ["s"]
+            manager.bindings.refuse(manager.check(definition(topics=["t/#"])), "declared")
             for topic in ("streams/s/x", "t/1"):
                 with pytest.raises(StorageFailed):
                     manager.bound(topic)[0].append(topic.encode(), b"x")
@@ -389,14 +389,14 @@ def test_a_foreign_directory_keeps_neither_the_service_nor_a_repair_from_startin
             manager.create(definition())
         (tmp_path / "data/streams/lost+found").mkdir()
         async with opened(tmp_path) as manager:
-            assert (list(manager.refused), manager.names()) == (["lost+found"], ["s"])
+            assert (list(manager.bindings.refused), manager.names()) == (["lost+found"], ["s"])
 
     run(work())
     verify.repair(tmp_path / "data", lambda name: msgspec.json.encode(plain_definition(name)))
 
     async def repaired() -> None:
         async with opened(tmp_path) as manager:
-            assert (manager.refused, sorted(manager.names())) == ({}, ["lost-found", "s"])
+            assert (manager.bindings.refused, sorted(manager.names())) == ({}, ["lost-found", "s"])
             manager.delete("lost-found")
 
     run(repaired())
@@ -426,7 +426,7 @@ def test_an_empty_payload_is_refused(tmp_path: Path) -> None:
 def test_a_refused_stream_accepts_messages_as_soon_as_it_is_created(tmp_path: Path) -> None:
     async def work() -> None:
         async with opened(tmp_path) as manager:
-            manager.refuse(manager.check(definition(topics=["a/#"])), "the disk said no")
+            manager.bindings.refuse(manager.check(definition(topics=["a/#"])), "the disk said no")
             (refusal,) = manager.bound("a/b")
             with pytest.raises(StorageFailed, match="is unavailable: the disk said no"):
                 refusal.append(b"a/b", b"x")

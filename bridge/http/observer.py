@@ -227,7 +227,7 @@ class Observer:
         found: dict[str, str] = {}
         for front_end in self._devices.values():
             found |= front_end.refused
-        return found | self._manager.refused
+        return found | self._manager.bindings.refused
 
     def readiness(self) -> Readiness:
         """Whether messages for all streams are received and can be stored; the disk as last tested."""

@@ -1,6 +1,8 @@
 """Operations: what can be asked of the streams, whatever the transport.
 
     catalog    each operation, declared once: its name, its request, the right it needs, its result
+    bindings   which streams a message on a topic is appended to
+    definitions    reads a stream's definition, and gives the store its part of it
     manager    the StreamManager, which carries them out
     reading    reads
     waiting    reads that wait for messages

@@ -64,9 +64,10 @@ from bridge.model import (
     StrategyOnFull,
 )
 from bridge.operations import destinations
+from bridge.operations.bindings import STREAM_TOPICS
 from bridge.operations.catalog import Call, Operation, Request, checked
 from bridge.operations.destinations import DESTINATION, S3Destination
-from bridge.operations.manager import STREAM_TOPICS, StreamManager, committed
+from bridge.operations.manager import StreamManager, committed
 from bridge.streams.stream import Stream
 
 MAX_RECORDS, MAX_RECORD, MAX_BYTES = 500, 1000 * KIB, 4 * MIB

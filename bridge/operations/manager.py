@@ -23,7 +23,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from bridge import enums
 from bridge.consumers.consumer import Delivery, Host, Verdicts
 from bridge.consumers.consumers import Consumers
 from bridge.consumers.journal import highest_delivered
@@ -31,7 +30,6 @@ from bridge.errors import (
     ExportNotFound,
     InvalidDefinition,
     InvalidRequest,
-    NoStream,
     StorageFailed,
     StreamError,
     StreamInUse,
@@ -42,32 +40,25 @@ from bridge.errors import (
 from bridge.export.cursor import highest_exported
 from bridge.model import (
     ExportStatus,
-    Limits,
     MessageStreamDefinition,
     MessageStreamInfo,
-    Persistence,
     StorageStatus,
-    StrategyOnFull,
     identifiers,
-    known_keys,
-    mistake,
-    plain_definition,
     with_pauses,
 )
+from bridge.operations.bindings import STREAM_TOPICS, Bindings, Refusal
+from bridge.operations.definitions import checked, settings_of, stored
 from bridge.operations.reading import MOST_BYTES, STEP, ReadMessagesOptions, Reads, Turn
-from bridge.operations.validate import mistakes
 from bridge.plugin.api import Record
 from bridge.plugin.consumer import KIND
 from bridge.plugin.discovery import Registry
 from bridge.streams.dedup import SCOPED
 from bridge.streams.drops import DropReason
-from bridge.streams.meta import MessageLimits, StorageSettings
 from bridge.streams.segment import StreamMessage
 from bridge.streams.store import StreamStore, in_slices
 from bridge.streams.stream import Stream
-from bridge.topics import FilterTree, is_topic_filter, matches
+from bridge.topics import is_topic_filter, matches
 
-STREAM_TOPICS = "streams/"
 PURGE_STEP = 10_000  # messages that a purge reads or drops before other clients are served
 REPORT_INTERVAL = 0.05  # seconds between reports of commit positions to the export worker
 
@@ -110,69 +101,6 @@ class Exports(Protocol):
         return None
 
 
-def settings_of(definition: MessageStreamDefinition) -> StorageSettings:
-    """The settings in a definition that the store needs."""
-    limits = definition.limits
-    return StorageSettings(
-        max_size=definition.max_size,
-        segment_size=definition.stream_segment_size,
-        ttl=definition.time_to_live_millis,
-        overwrite=definition.strategy_on_full is StrategyOnFull.OverwriteOldestData,
-        memory=definition.persistence is Persistence.Memory,
-        flush=definition.flush_on_write and definition.persistence is Persistence.File,
-        free_exported=definition.retention == "exported",
-        dedup_window=definition.deduplication_window_millis,
-        limits=MessageLimits() if limits is None else _message_limits(limits),
-        encryption=definition.encryption,
-    )
-
-
-def _message_limits(limits: Limits) -> MessageLimits:
-    """The limits under the store's names. One that the store lacks is a TypeError, never ignored."""
-    values = msgspec.structs.asdict(limits)
-    values["max_age"] = values.pop("max_age_millis")
-    values["discard_new"] = values.pop("discard") == "new"
-    return MessageLimits(**values)
-
-
-class Refusal:
-    """Takes the place of an unavailable stream, and refuses every message."""
-
-    next_sequence = 0
-    lasting = True
-
-    def __init__(self, name: str, error: StreamError) -> None:
-        self.name, self._error = name, error
-
-    def append(self, topic: bytes, payload: bytes, headers: bytes = b"", message_id: bytes = b"") -> int:
-        """Refuse the message: the sender gets an error, not an acknowledgement."""
-        raise self._error.with_traceback(None)  # otherwise each message would lengthen it
-
-    ensure_admits = append
-
-    def find(self, message_id: bytes) -> int | None:
-        """No id is known."""
-        return None
-
-    def after_commit(self, done: Callable[[StreamError | None], None]) -> None:
-        """Nothing is ever pending."""
-        done(None)
-
-
-def _stored(name: str, definition: bytes | None) -> MessageStreamDefinition:
-    """A stored definition, or the default one if it is lost or cannot be read.
-
-    Unknown keys were written by another version, and are ignored.
-    """
-    try:
-        raw = msgspec.json.decode(definition or b"", type=dict[str, Any])
-        return msgspec.convert(known_keys(raw), MessageStreamDefinition)
-    except msgspec.DecodeError as error:
-        if definition is not None:
-            log.error("its definition cannot be read (%s); update it", error, extra={"stream": name})
-        return plain_definition(name)
-
-
 class StreamManager:
     """The operations. Use from the event loop's thread."""
 
@@ -183,10 +111,9 @@ class StreamManager:
         self.store, self.registry, self._exports = store, registry, exports
         self.definitions: dict[str, MessageStreamDefinition] = {}
         self.declared: frozenset[str] = frozenset()  # the names that the configuration declares
-        self.on_bindings_changed: list[Callable[[], None]] = []
+        self.bindings = Bindings()
+        self.on_bindings_changed = self.bindings.on_changed
         self.on_pressure = store.committer.on_pressure
-        self._bindings: FilterTree[Stream | Refusal] = FilterTree()
-        self._refusals: dict[str, tuple[MessageStreamDefinition, Refusal, str]] = {}
         self._changed: dict[Stream, None] = {}
         self._times: dict[Stream, dict[int, int]] = {}  # of messages, by number
         self._reads = Reads(read_step)
@@ -194,7 +121,7 @@ class StreamManager:
             Host(store.data_dir, store.files, store.runtime, self._reads.rows, self.append)
         )
         for stream in store.streams.values():
-            self._adopt(stream, _stored(stream.name, stream.meta.definition))
+            self._adopt(stream, stored(stream.name, stream.meta.definition))
         self._refuse_unopened()
 
     @property
@@ -208,69 +135,33 @@ class StreamManager:
 
     # -- bindings --------------------------------------------------------------------------------
     def bound(self, topic: str) -> tuple[Stream | Refusal, ...]:
-        """The streams that a message on `topic` is appended to. Callers cache it per topic.
-
-        A client that publishes below `streams/` means a stream. If the name is misspelt, the message is
-        refused: an acknowledgement would promise that it is stored.
-        """
-        found = tuple(dict.fromkeys(self._bindings.match(topic)))
-        if not found and topic.startswith(STREAM_TOPICS):
-            name = topic.split("/", 2)[1]
-            error = NoStream(f"there is no stream {name!r} for topic {topic!r}; create it first")
-            found = (Refusal(name, error),)
-        return found
+        """The streams that a message on `topic` is appended to; see `Bindings.match`."""
+        return self.bindings.match(topic)
 
     def wants_client(self, name: str) -> bool:
         """Whether an export of the stream uses the publisher's client id, so that headers must have it."""
         definition = self.definitions.get(name)
         return definition is not None and b"{client}" in msgspec.json.encode(definition.export_definition)
 
-    @property
-    def refused(self) -> dict[str, str]:
-        """The unavailable streams, and why they are: messages for them are refused."""
-        return {name: why for name, (_, _, why) in self._refusals.items()}
-
-    def refuse(self, definition: MessageStreamDefinition, why: str) -> None:
-        """Refuse messages for an unavailable stream."""
-        self._no_longer_refuse(definition.name)
-        refusal = Refusal(definition.name, StorageFailed(f"stream {definition.name!r} is unavailable: {why}"))
-        self._refusals[definition.name] = definition, refusal, why
-        for topic_filter in filter(is_topic_filter, self._filters(definition)):
-            self._bindings.add(topic_filter, refusal)
-        self._rebound()
-
     def declare(self, names: Iterable[str]) -> None:
         """Take the names that the configuration declares, and stop refusing messages for all others."""
-        self.declared = names = frozenset(names)
-        for name in [name for name in self._refusals if name not in names]:
-            self._no_longer_refuse(name)
+        self.declared = frozenset(names)
+        self.bindings.refuse_only(self.declared)
         self._refuse_unopened()
-
-    def _no_longer_refuse(self, name: str) -> None:
-        definition, refusal, _ = self._refusals.pop(name, (None, None, None))
-        if definition is not None and refusal is not None:
-            for topic_filter in self._filters(definition):
-                self._bindings.remove(topic_filter, refusal)
-            self._rebound()
 
     def _refuse_unopened(self) -> None:
         """Refuse messages for streams that could not be opened, on the topics that are known."""
         for name, unopened in self.store.unopened.items():
-            if name not in self._refusals:
-                self.refuse(_stored(name, unopened.definition), unopened.why)
-
-    def _filters(self, definition: MessageStreamDefinition) -> list[str]:
-        return [*definition.topics, f"{STREAM_TOPICS}{definition.name}/#"]
+            if name not in self.bindings.refused:
+                self.bindings.refuse(stored(name, unopened.definition), unopened.why)
 
     def _adopt(self, stream: Stream, definition: MessageStreamDefinition) -> None:
-        self._no_longer_refuse(stream.name)  # it is available now
         self.definitions[stream.name] = definition
-        for topic_filter in self._filters(definition):
-            self._bindings.add(topic_filter, stream)
+        self.bindings.bind(stream, definition)
         stream.on_commit = [lambda: self._note(stream), lambda: self._reads.waiting.wake(stream)]
         self._define_exports(stream, definition)
         self._report(stream)
-        self._rebound()
+        self.bindings.changed()
 
     def _define_exports(self, stream: Stream, definition: MessageStreamDefinition) -> None:
         """Tell the export side of its exports, and the consumers of theirs."""
@@ -283,15 +174,10 @@ class StreamManager:
         self._exports.define(stream.name, stream.directory, stream.epoch, definition, paused)
 
     def _unbind(self, stream: Stream) -> None:
-        for topic_filter in self._filters(self.definitions[stream.name]):
-            self._bindings.remove(topic_filter, stream)
+        self.bindings.unbind(stream, self.definitions[stream.name])
         self._changed.pop(stream, None)
         self._times.pop(stream, None)
         self._reads.gone(stream)
-
-    def _rebound(self) -> None:
-        for changed in self.on_bindings_changed:
-            changed()
 
     # -- positions, to and from the export side --------------------------------------------------
     def _note(self, stream: Stream) -> None:
@@ -327,25 +213,8 @@ class StreamManager:
 
     # -- the operations --------------------------------------------------------------------------
     def check(self, raw: Mapping[str, Any] | MessageStreamDefinition) -> MessageStreamDefinition:
-        """Read and validate a definition from the wire; raises InvalidDefinition.
-
-        Enums may be given by name; the definition that is returned, and stored, has their numbers.
-        """
-        if isinstance(raw, MessageStreamDefinition):
-            definition = raw
-        else:
-            try:
-                definition = msgspec.convert(
-                    enums.numbered(MessageStreamDefinition, raw), MessageStreamDefinition
-                )
-            except msgspec.ValidationError as error:
-                path, what = mistake(error)
-                raise InvalidDefinition(path, what, enums.choices(MessageStreamDefinition, path)) from None
-        for found in mistakes(definition):
-            raise found
-        exports = definition.export_definition
-        self.registry.check(exports)
-        return msgspec.structs.replace(definition, export_definition=self.registry.numbered(exports))
+        """Read and validate a definition from the wire; raises InvalidDefinition."""
+        return checked(raw, self.registry)
 
     def version(self, name: str) -> str:
         """The version of a definition, for `update`; it differs after each change. Raises StreamNotFound."""
@@ -430,7 +299,7 @@ class StreamManager:
             self.store.delete(name)
         self._unbind(stream)
         del self.definitions[name]
-        self._rebound()
+        self.bindings.changed()
         self._exports.forget(name, pending)
         self.consumers.forget(name)
 

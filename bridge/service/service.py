@@ -336,7 +336,7 @@ class Service:
                     log.error("stream not updated, its stored definition stays: %s", why, extra=extra)
                 else:
                     log.error("stream not created, its messages are refused: %s", why, extra=extra)
-                    self._manager.refuse(definition, why)
+                    self._manager.bindings.refuse(definition, why)
         return failed
 
     def _reload(self) -> None:

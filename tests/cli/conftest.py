@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from bridge.model import MessageStreamDefinition, StrategyOnFull
-from bridge.operations.manager import settings_of
+from bridge.operations.definitions import settings_of
 from bridge.streams.store import StreamStore
 from tests.fakes.clock import Machine
 
