@@ -5,7 +5,8 @@
 Each program runs in turn with `--output DIR`. It leaves NAME.json, NAME.md (tables) and, if it draws one,
 NAME.png there. For each program, the page has its first line, command, caveats, tables and picture. A
 program that did not run keeps its section of the page, with its date. `make bench` installs the peers first
-(`.ci/tools`, as root on Debian or Ubuntu), and skips those that are not installed.
+(`.ci/tools`, as root on Debian or Ubuntu), and skips those that are not installed. `MOSQUITTO_TREE=DIR`
+also measures the Mosquitto of a source tree that `cmake --build build` has built.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.brokers import NEWER
 from benchmarks.testbed.local import find
 from benchmarks.testbed.nats import PROGRAM
 
@@ -31,6 +33,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "streams": ("--seconds", "0.3", "--backlogs", "1,100,1000,10000"),
     "ingest": ("--rounds", "5", "--seconds", "0.5"),
     "fanin": (),
+    "tls_return": ("--rounds", "2"),
     "stages": ("--rounds", "3"),
     "encryption": ("--rounds", "9", "--seconds", "0.7"),
     "copies": (),
@@ -51,6 +54,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 LIBRARIES = ("uvloop", "amqtt", "boto3", "pyspark", "pyarrow", "pyiceberg", "moto")
 SERVERS = {
     "mosquitto": ("mosquitto", "-h"),
+    "and mosquitto": (NEWER, "-h"),
     "nats-server": (str(PROGRAM), "-v"),
     "redis-server": ("redis-server", "-v"),
     "rabbitmq": ("dpkg-query", "-W", "-f", "${Version}", "rabbitmq-server"),

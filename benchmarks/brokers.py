@@ -21,7 +21,8 @@ from benchmarks.testbed.nats import PROGRAM
 
 START_TIMEOUT = 60.0
 
-
+# Mosquitto 2.1 or newer from a source tree built in `build`: measured beside the installed one.
+NEWER = str(Path(os.environ.get("MOSQUITTO_TREE", "/nowhere"), "build", "src", "mosquitto"))
 FLASH = 0.005  # seconds: about what the flash of a gateway takes longer than a server's disk to sync
 FLASH_NAME = f"fdatasync of {FLASH * 1e3:.0f} ms"
 NATS = str(PROGRAM)
@@ -37,12 +38,13 @@ class Server(NamedTuple):
     keeper: bool = False  # stores a message only if there is a session that waits for it
 
 
-def mosquitto(directory: Path, port: int) -> list[str]:
+def mosquitto(directory: Path, port: int, *, program: str = "mosquitto") -> list[str]:
+    """Mosquitto without persistence."""
     config = directory / "mosquitto.conf"
     config.write_text(
         f"listener {port} 127.0.0.1\nallow_anonymous true\npersistence false\nmax_inflight_messages 0\n"
     )
-    return [find("mosquitto") or "", "-c", str(config)]
+    return [find(program) or program, "-c", str(config)]
 
 
 def nats(directory: Path, port: int, settings: str = "") -> list[str]:
@@ -119,6 +121,7 @@ SERVERS = [
     Server("streambridge, fdatasync", lambda d, p: ours(d, p, sync=True)),
     Server(f"streambridge, {FLASH_NAME}", on_flash),
     Server("mosquitto, no persistence", mosquitto, "mosquitto"),
+    Server("mosquitto 2.1, no persistence", partial(mosquitto, program=NEWER), NEWER),
     Server("nats", nats, NATS, keeper=True),
     Server("nats, sync always", partial(nats, settings="sync_interval: always\n"), NATS, keeper=True),
     Server("rabbitmq", rabbitmq, RABBITMQ, keeper=True),  # syncs before it acknowledges

@@ -5,7 +5,8 @@
 All servers run at the same time. The generator of `ingest.py` loads one after the other, in each shape
 (connections x messages in flight, 128 bytes, QoS 1), so that disturbances affect all alike. Shown are
 medians: acknowledged messages per second, the server's CPU time per message without that of connecting, and
-both in relation to Mosquitto in the same round.
+both in relation to Mosquitto in the same round: to 2.1 if `MOSQUITTO_TREE` names a source tree built in
+`build`, otherwise to the installed one.
 
 Caveats. Generator and servers share the machine. Mosquitto stores nothing; NATS stores, since a session waits
 for the messages. With `sync always` NATS syncs before it acknowledges, as we do with fdatasync. NATS is the
@@ -29,13 +30,13 @@ from benchmarks.brokers import Server
 from benchmarks.ingest import loaded
 
 SHAPES = ((5000, 1), (1000, 1), (200, 1), (10, 1), (1, 1), (4, 20), (4, 200))
-BASE = "mosquitto"
 
 
 def servers() -> list[Server]:
     """Those that are installed."""
     found = [
-        Server(BASE, brokers.mosquitto, "mosquitto"),
+        Server("mosquitto", brokers.mosquitto, "mosquitto"),
+        Server("mosquitto 2.1", partial(brokers.mosquitto, program=brokers.NEWER), brokers.NEWER),
         Server("streambridge", brokers.ours),
         Server("streambridge, fdatasync", partial(brokers.ours, sync=True)),
         *(server for server in brokers.SERVERS if server.program == brokers.NATS),
@@ -60,13 +61,14 @@ def table(found: dict[str, dict[str, list[Any]]]) -> str:
     """Medians, and medians of the ratios to Mosquitto in the same round, as Markdown."""
     cases = [f"{connections}x{window}" for connections, window in SHAPES]
     lines: list[str] = []
+    base = "mosquitto 2.1" if "mosquitto 2.1" in found else "mosquitto"
     for key, title in (("rate", "Messages per second"), ("cpu_us", "CPU µs per message")):
         lines += [f"{title}, and in relation to Mosquitto:", "", "| server | " + " | ".join(cases) + " |"]
         lines.append("|---" * (len(cases) + 1) + "|")
         for name, results in found.items():
             cells = []
             for case in cases:
-                pairs = zip(results[case], found.get(BASE, results)[case], strict=True)
+                pairs = zip(results[case], found.get(base, results)[case], strict=True)
                 ratios = [mine[key] / theirs[key] for mine, theirs in pairs if mine[key] and theirs[key]]
                 values = [result[key] for result in results[case] if result[key]]
                 if not ratios:

