@@ -26,12 +26,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
 from bridge.audit import Origin
 from bridge.errors import Unauthorized
+from bridge.net.addresses import network_of
 from bridge.topics import SHARE, covers, filter_mistake, matches, overlap
 
 StreamRight = Literal["publish", "read", "manage"]
@@ -137,6 +138,23 @@ class Role(Rights, frozen=True, kw_only=True):
         )
 
 
+class Holder(NamedTuple):
+    """Who counts as one where room is shared: a user of a realm, or, without a user name, an address.
+
+    An IPv6 /64 is one address, as in `net.budgets`. "" stands for an address that is not known.
+    """
+
+    realm: str = ""
+    user: str | None = None
+    network: str = ""
+
+    def __str__(self) -> str:
+        """Its name in the log."""
+        if self.user is not None:
+            return f"user {self.user!r}"
+        return f"clients without a user name at {self.network}" if self.network else "unknown clients"
+
+
 class Identity:
     """A client's names, and what its rules allow; a right that is None allows everything.
 
@@ -208,6 +226,12 @@ class Identity:
     def owner(self) -> tuple[str, str | None]:
         """Whose its session is: a user, and the realm of the user."""
         return self.realm, self.user
+
+    @property
+    def holder(self) -> Holder:
+        """Who it counts as where room is shared: clients without a user name are told apart by address."""
+        network = network_of(self.origin.address) if self.user is None else ""
+        return Holder(self.realm, self.user, network)
 
     def may_publish(self, topic: str) -> bool:
         """Whether it may publish on a topic (not for request topics)."""

@@ -113,8 +113,12 @@ external_broker_connected gauge front_end
     1 while the external broker or an upstream (`upstream:<name>`) is connected, 0 while it is not.
 sessions gauge front_end
     Sessions of connected and disconnected clients.
+session_bytes gauge front_end
+    Memory of all sessions together, as session_bytes in [mqtt.limits] counts it.
 retained_messages gauge front_end
     Retained messages that are stored.
+retained_bytes gauge front_end
+    Memory of the retained messages, as retained_bytes in [mqtt.limits] counts it.
 shared_subscriptions gauge front_end
     Shared subscriptions (`$share/...`) that have members.
 waiting_messages gauge front_end
@@ -156,7 +160,9 @@ _GAUGES = {
     "connections": "connections",
     "connected": "external_broker_connected",
     "sessions": "sessions",
+    "session_bytes": "session_bytes",
     "retained": "retained_messages",
+    "retained_bytes": "retained_bytes",
     "shared_subscriptions": "shared_subscriptions",
     "waiting": "waiting_messages",
 }

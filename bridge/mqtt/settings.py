@@ -95,12 +95,17 @@ class Limits(Struct, frozen=True, kw_only=True):
     queued_messages       messages waiting for one subscriber beyond those, and their bytes
                           (queued_bytes); then the oldest is dropped and counted
     sessions              persistent sessions of clients that are away; of the user who has most of them,
-                          the one away for longest goes first, and is logged
+                          the one away for longest goes first, and is logged. Clients without a user name
+                          count by address
+    session_bytes         memory of all sessions together: messages under way and waiting, filters, wills;
+                          above it, the user who has most loses messages that wait, the oldest first, and
+                          without any, sessions. Clients without a user name count by address
     session_expiry_interval   how long a session may outlive its connection at most
     messages_per_second   of one connection; 0 is no limit; a faster one is read more slowly
     subscriptions         topic filters of one client; together they may have 256 times as many characters
-    retained_messages     retained messages in all, and their bytes (retained_bytes); more are refused
-                          before they are stored anywhere
+    retained_messages     retained messages in all, and their bytes (retained_bytes). One too many takes
+                          the place of the one that was set first by the user who has most; from that user
+                          itself, it is refused before it is stored anywhere
     """
 
     connections: Count = 10_000
@@ -113,6 +118,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     queued_messages: Count = 10_000
     queued_bytes: Annotated[Bytes, Meta(ge=1024)] = 16 * MIB
     sessions: Count = 10_000
+    session_bytes: Annotated[Bytes, Meta(ge=64 * KIB)] = 1024 * MIB
     session_expiry_interval: Annotated[Millis, Meta(ge=1000)] = 7 * 24 * 3_600_000
     messages_per_second: Annotated[int, Meta(ge=0)] = 0
     subscriptions: Count = 1_000

@@ -131,9 +131,16 @@ class Broker:
         self.counts = self.reports.counts
         self.journal = Journal(directory / NAME, clock.boot, runtime, keys, encrypts)
         self.turns = Turns(runtime)
-        self.router = Router(store, self.journal, limits, clock, self.turns, runtime)
+        self.router = Router(store, self.journal, limits, clock, self.turns, runtime, self.reports)
         self.sessions = Sessions(
-            runtime, limits, self.counts, clock, self.journal.notes, self._ended, self._evicted
+            runtime,
+            limits,
+            self.counts,
+            clock,
+            self.journal.notes,
+            self._ended,
+            self._evicted,
+            self._out_of_memory,
         )
         self.publisher = Publisher(
             store, self.router, self.journal, clock, self.turns, self.reports, requests
@@ -325,11 +332,36 @@ class Broker:
 
     def _evicted(self, session: Session) -> None:
         text = (
-            "the session of client %r is ended, with the messages queued for it: its user has most of those "
-            "who are away, and there are more than [mqtt.limits] sessions = %d (counted in the metrics as "
+            "the session of client %r is ended, with the messages queued for it: of those who are away, most "
+            "belong to %s, and there are more than [mqtt.limits] sessions = %d (counted in the metrics as "
             "ended_sessions)"
         )
-        self.reports.log("evicted", logging.WARNING, text, session.client_id, self.limits.sessions)
+        holder, most = session.identity.holder, self.limits.sessions
+        self.reports.log("evicted", logging.WARNING, text, session.client_id, holder, most)
+
+    def _out_of_memory(self) -> None:
+        self.sessions.memory.make_room(self.sessions.all(), self._lose_oldest, self._end_for_memory)
+
+    def _lose_oldest(self, session: Session) -> None:
+        text = (
+            "client %r loses messages that waited for it: of the memory of all sessions, most is held by %s, "
+            "and [mqtt.limits] session_bytes = %d is reached (counted in the metrics and on the status page)"
+        )
+        holder, most = session.identity.holder, self.limits.session_bytes
+        self.reports.log("session_bytes", logging.WARNING, text, session.client_id, holder, most)
+        session.outbox.drop_oldest()
+
+    def _end_for_memory(self, session: Session) -> None:
+        why = (
+            f"of the memory of all sessions, most is held by {session.identity.holder}, and [mqtt.limits] "
+            f"session_bytes = {self.limits.session_bytes} is reached"
+        )
+        self.counts["ended_sessions"] += 1
+        if session.line is not None:
+            session.line.fail("refused_session_bytes", why, QUOTA_EXCEEDED)
+        text = "the session of client %r is ended: %s (counted in the metrics as ended_sessions)"
+        self.reports.log("ended for memory", logging.WARNING, text, session.client_id, why)
+        self.sessions.end(session)
 
     # -- wills ------------------------------------------------------------
 
@@ -342,7 +374,7 @@ class Broker:
             session.will_timer.cancel()
             session.will_timer = None
         if session.will is not None or will is not None:
-            session.will = will
+            session.set_will(will)
             if session.persistent:
                 self.journal.willed(session)
 
@@ -412,7 +444,7 @@ class Broker:
         reason = SUCCESS
         session.partial.pop(packet_id, None)
         if packet_id in session.incoming:
-            session.incoming.discard(packet_id)
+            session.free_ids((packet_id,))
             if session.persistent:
                 self.journal.released(session, packet_id)
         elif inbox.line.level == V5:

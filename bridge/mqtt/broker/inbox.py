@@ -276,7 +276,7 @@ class Inbox:
         session = self.session
         if session is None:
             return
-        session.incoming.difference_update(batch.ids)
+        session.free_ids(batch.ids)
         for packet_id, places in batch.ids.items():
             stored = {at.name for at in places if at not in batch.failed} if batch.failed else set()
             if stored:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
     from pathlib import Path
 
+    from bridge.access.rules import Holder
     from bridge.encryption import Keys
     from bridge.errors import StreamError
     from bridge.mqtt.broker.message import Message, Subscription
@@ -186,9 +187,9 @@ class Journal:
         """A persistent session has another will, or none any more."""
         self._add(will_record(session))
 
-    def retained(self, message: Message) -> None:
-        """A topic has a new retained message."""
-        self._add(retained_record(message))
+    def retained(self, message: Message, holder: Holder) -> None:
+        """A topic has a new retained message, set by `holder`."""
+        self._add(retained_record(message, holder))
 
     def received(self, session: Session, packet_id: int) -> None:
         """A persistent session uses a QoS 2 packet id."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from bridge.clock import Clock, Deadline
 
 
+PAIR = 130  # bytes in memory of a user property, beside its text
 LARGE = 32 * 1024  # bytes of a payload from which on a copy costs more than a second write
 
 
@@ -78,18 +79,26 @@ def headers_of(flags: int, properties: p.Properties, client: str, packet_id: int
     )
 
 
-def size_of(topic: bytes, payload: bytes) -> int:
-    """Roughly the bytes that a message holds in memory."""
-    return len(topic) + len(payload) + 200
+def size_of(topic: bytes, payload: bytes, properties: p.Properties | None = None) -> int:
+    """Roughly the bytes that a message holds in memory. Of the properties, those of the message count."""
+    size = len(topic) + len(payload) + 200
+    if properties:
+        for kind, value in properties.items():
+            if kind == p.USER_PROPERTY:
+                size += sum(len(name) + len(text) + PAIR for name, text in value)
+            elif kind in p.MESSAGE:
+                size += len(value) if isinstance(value, bytes) else 8
+    return size
 
 
 class Message:
     """One PUBLISH to be delivered. Not changed once it is made; shared by all its receivers.
 
-    `expires` takes the place of the Message Expiry Interval among the properties: see `expiry_of`.
+    `expires` takes the place of the Message Expiry Interval among the properties: see `expiry_of`. `size` is
+    roughly the bytes that it holds in memory.
     """
 
-    __slots__ = ("_plain", "expires", "payload", "properties", "qos", "retain", "topic")
+    __slots__ = ("_plain", "expires", "payload", "properties", "qos", "retain", "size", "topic")
 
     def __init__(
         self,
@@ -104,12 +113,8 @@ class Message:
         self.properties = {k: v for k, v in (properties or {}).items() if k in p.MESSAGE}
         self.properties.pop(p.MESSAGE_EXPIRY, None)
         self.expires = expires
+        self.size = size_of(topic, payload, self.properties)
         self._plain: tuple[bytes, ...] = ()
-
-    @property
-    def size(self) -> int:
-        """Roughly the bytes that it holds in memory."""
-        return size_of(self.topic, self.payload)
 
     def expired(self) -> bool:
         """Whether its Message Expiry Interval has passed (MQTT 5 section 3.3.2.3.3)."""

@@ -4,7 +4,7 @@ What it promises (MQTT 3.1.1 sections 4.3 to 4.6): a QoS 1 or 2 message stays he
 has acknowledged it, however slowly; when the subscriber comes back, what it had not acknowledged is
 sent again in the first order, with DUP, before anything new. At most `in_flight` messages are under way,
 and no more than the subscriber takes at a time; beyond them `queued_messages` and `queued_bytes` wait,
-then the oldest is dropped and counted.
+then the oldest is dropped and counted. So it is when all sessions together hold too much (`memory`).
 A QoS 0 message waits here only while the subscriber reads too slowly, and is forgotten when it goes.
 
 QoS 2 is exactly once, also across a kill of the bridge: a persistent session's packet id is in the journal
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bridge.mqtt.broker.line import Line
+    from bridge.mqtt.broker.memory import Memory
     from bridge.mqtt.broker.message import Message
     from bridge.mqtt.settings import Limits
 
@@ -83,12 +84,15 @@ class Outbox:
     """The outgoing half of a session."""
 
     __slots__ = (
-        "_again", "_bytes", "_counts", "_inflight", "_limits", "_line", "_next_id", "_notes", "_queue",
-        "_released",
+        "_again", "_bytes", "_counts", "_inflight", "_limits", "_line", "_memory", "_next_id", "_notes",
+        "_queue", "_released", "held",
     )  # fmt: skip
 
-    def __init__(self, limits: Limits, counts: Counter[str], notes: Notes) -> None:
+    def __init__(self, limits: Limits, counts: Counter[str], notes: Notes, memory: Memory) -> None:
+        """`memory` counts what all sessions hold; `held` is the part of this one, messages and all else."""
         self._limits, self._counts, self._notes = limits, counts, notes
+        self._memory: Memory | None = memory
+        self.held = 0
         self._queue: deque[Outgoing] = deque()
         self._inflight: dict[int, Outgoing] = {}
         self._again: dict[int, Outgoing] = {}  # those of them that this connection has not been sent yet
@@ -105,10 +109,20 @@ class Outbox:
         """Roughly the bytes of the messages that wait."""
         return self._bytes
 
+    def hold(self, size: int) -> None:
+        """The session holds so many bytes more in memory; a negative number: less."""
+        memory = self._memory
+        if memory is not None:
+            self.held += size
+            memory.total += size  # not by a call: each message of QoS 1 is counted twice
+            if memory.total > memory.limit:
+                memory.exceeded()
+
     def restore(self, out: Outgoing, packet_id: int) -> None:
         """An earlier process gave a QoS 2 message this packet id, and may have sent it."""
         out.noted = out.sent = True
         self._inflight[packet_id] = out
+        self.hold(out.message.size)
 
     def restore_released(self, packet_id: int) -> None:
         """An earlier process gave this packet id to a QoS 2 message that need not be sent again."""
@@ -131,9 +145,14 @@ class Outbox:
             return
         self._queue.append(out)
         self._bytes += out.message.size
+        self.hold(out.message.size)
         while len(self._queue) > self._limits.queued_messages or self._bytes > self._limits.queued_bytes:
-            self._counts["dropped_queue_full"] += 1
-            self._notes.settled(self._pop())
+            self.drop_oldest()
+
+    def drop_oldest(self) -> None:
+        """Drop the message that has waited for longest."""
+        self._counts["dropped_queue_full"] += 1
+        self._notes.settled(self._pop())
 
     def load(self, out: Outgoing) -> tuple[bool, bool, int] | None:
         """How busy it is, to choose the least busy one for a message: `IDLE` is least, `UNFIT` most.
@@ -167,7 +186,9 @@ class Outbox:
         self._line = None
         kept = [out for out in self._queue if out.qos]
         self._queue = deque(kept)
+        self.hold(-self._bytes)
         self._bytes = sum(out.message.size for out in kept)
+        self.hold(self._bytes)
 
     def pump(self) -> None:
         """Send what may go now."""
@@ -211,6 +232,7 @@ class Outbox:
         out = self._inflight.pop(packet_id, None)
         if out is not None:
             self._again.pop(packet_id, None)
+            self.hold(-out.message.size)
             self._forget(packet_id, out)
             self.pump()
 
@@ -228,7 +250,9 @@ class Outbox:
         elif packet_id in self._inflight:
             self._again.pop(packet_id, None)
             self._released[packet_id] = False
-            self._notes.settled(self._inflight.pop(packet_id))
+            out = self._inflight.pop(packet_id)
+            self.hold(-out.message.size)
+            self._notes.settled(out)
             self._notes.releasing(partial(self._release, packet_id))
         elif line is not None and self._released.get(packet_id, True):
             known = packet_id in self._released or line.level != V5
@@ -255,7 +279,9 @@ class Outbox:
         return [out for out in self.pending() if out.share and not (out.sent and out.qos == 2)]
 
     def clear(self) -> None:
-        """Forget everything: the session has ended."""
+        """Forget everything: the session has ended, and holds nothing from now on."""
+        self.hold(-self.held)
+        self._memory = None
         for out in self.pending():
             self._notes.settled(out)
         self._queue.clear()
@@ -276,6 +302,7 @@ class Outbox:
     def _pop(self) -> Outgoing:
         out = self._queue.popleft()
         self._bytes -= out.message.size
+        self.hold(-out.message.size)
         return out
 
     def _send(self, line: Line, out: Outgoing) -> None:
@@ -287,6 +314,7 @@ class Outbox:
         if out.qos:
             packet_id = self._free_id(out.qos)
             self._inflight[packet_id] = out
+            self.hold(out.message.size)
         if out.qos < 2:
             self._write(line, out, packet_id)
         else:
@@ -326,7 +354,8 @@ class Outbox:
         if size > line.max_packet_out:
             # The subscriber cannot take packets of this size (MQTT 5 section 3.1.2.11.4).
             self._counts["dropped_too_large"] += 1
-            self._inflight.pop(packet_id, None)
+            if self._inflight.pop(packet_id, None) is not None:
+                self.hold(-out.message.size)
             self._forget(packet_id, out)
             return
         out.sent = out.qos > 0

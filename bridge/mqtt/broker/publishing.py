@@ -31,6 +31,7 @@ from bridge.errors import (
 from bridge.mqtt.broker import receipts
 from bridge.mqtt.broker.inbox import reason_of
 from bridge.mqtt.broker.message import Message, expiry_of, headers_of
+from bridge.mqtt.broker.router import NOBODY
 from bridge.mqtt.wire.packets import RECEIVE_MAXIMUM_EXCEEDED, V5, ProtocolError, Publish
 from bridge.streams import headers
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Set as AbstractSet
 
+    from bridge.access.rules import Holder
     from bridge.clock import Clock
     from bridge.mqtt.broker.inbox import Batch
     from bridge.mqtt.broker.journal import Journal
@@ -98,7 +100,7 @@ class Publisher:
                 why = "it belongs to the broker" if route.reserved else "see [[mqtt.acl]]"
                 raise Unauthorized(f"it may not publish on {route.name!r}; {why}")
             if packet.head & 1 and not route.request and not route.ignored:
-                self._router.retained.check(route.name, packet.payload)
+                self._router.retained.check(route.name, packet, session.identity.holder)
             if route.request:
                 self._requests(session, route.name, packet)
             elif route.streams:
@@ -114,7 +116,8 @@ class Publisher:
         if (route.delivers or packet.head & 1) and not route.request and not route.ignored:
             began = self._turns.begin()
             packet_id = number if qos == 2 and session.persistent else 0
-            if self._router.publish(route, self._message(packet), session, packet_id):
+            holder = session.identity.holder if packet.head & 1 else NOBODY
+            if self._router.publish(route, self._message(packet), session, packet_id, holder=holder):
                 batch.touched[self._journal] = None
             self._turns.spend(began)
         self._acknowledge(batch, packet, places, known)
@@ -150,7 +153,7 @@ class Publisher:
         if self._router.route(will.topic).ignored:
             return
         try:
-            self.bring(session.client_id, session.identity.label, will)
+            self.bring(session.client_id, session.identity.label, session.identity.holder, will)
         except (StreamError, RetainedFull) as error:
             self._counts["dropped_wills"] += 1
             self._reports.will_not_stored(session, error)
@@ -158,21 +161,21 @@ class Publisher:
             self._counts["wills"] += 1
 
     def bring(
-        self, client: str, label: str, packet: Publish, *, keep_copies: bool = False
+        self, client: str, label: str, holder: Holder, packet: Publish, *, keep_copies: bool = False
     ) -> list[Committer]:
         """Publish a message that no connection has brought: a will, or one of another broker.
 
-        `client` is the publisher's client id, `label` its name in the log. `keep_copies`: the
-        journal keeps its copies for persistent sessions, also if it is in a stream. Returns what must be
-        committed before the message counts as stored. Raises StreamError or RetainedFull, and then it is
-        nowhere.
+        `client` is the publisher's client id, `label` its name in the log, and `holder` who a retained
+        message counts for. `keep_copies`: the journal keeps its copies for persistent sessions, also if it is
+        in a stream. Returns what must be committed before the message counts as stored. Raises StreamError or
+        RetainedFull, and then it is nowhere.
         """
         route = self._router.route(packet.topic)
         head = packet.head & 9  # its packet id is not the client's here: there is no QoS 2 to complete
         touched: list[Committer] = list(route.streams)
         try:
             if packet.head & 1:
-                self._router.retained.check(route.name, packet.payload)
+                self._router.retained.check(route.name, packet, holder)
             kept = _headers(client, packet._replace(head=head), route)
             if len(route.streams) > 1:
                 for stream in route.streams:
@@ -185,7 +188,7 @@ class Publisher:
                 raise
             return list(places)
         began = self._turns.begin()
-        if self._router.publish(route, self._message(packet), keep_copies=keep_copies):
+        if self._router.publish(route, self._message(packet), holder=holder, keep_copies=keep_copies):
             touched.append(self._journal)
         self._turns.spend(began)
         return touched
@@ -230,7 +233,7 @@ class Publisher:
         if qos == 4:
             session = batch.inbox.session
             assert session is not None
-            session.incoming.add(packet.number)
+            session.take_ids((packet.number,))
             if not places and session.persistent:
                 # The journal has the message, or nothing has: no commit of a stream has to come first.
                 self._journal.received(session, packet.number)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from bridge.access.rules import Holder
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -28,7 +30,7 @@ class Opened(Record, frozen=True, tag=1):
     Seconds on the age timeline (`bridge.clock`), as `expires` of the others.
 
     `proof` is what its client logged in with (`access.proofs`), `access` through which access, and `realm`
-    whose user it is (`access.rules.Identity`).
+    whose user it is (`access.rules.Identity`). `network` is where a client without a user name came from.
     """
 
     client: str
@@ -38,6 +40,7 @@ class Opened(Record, frozen=True, tag=1):
     proof: bytes = b""
     access: str = ""
     realm: str = ""
+    network: str = ""
 
 
 class Ended(Record, frozen=True, tag=2):
@@ -90,13 +93,14 @@ class Settled(Record, frozen=True, tag=6):
 
 
 class Retained(Record, frozen=True, tag=7):
-    """The retained message of a topic; an empty payload: there is none."""
+    """The retained message of a topic, and who has set it; an empty payload: there is none."""
 
     topic: bytes
     payload: bytes
     qos: int
     properties: dict[int, Any]
     expires: float | None
+    holder: Holder = Holder()
 
 
 class Received(Record, frozen=True, tag=8):
@@ -191,8 +195,9 @@ def opened_record(session: Session) -> Opened:
     """The record of a session that exists."""
     who = session.identity
     return Opened(
-        session.client_id, who.user, session.expiry, session.left, session.proof, who.access, who.realm
-    )
+        session.client_id, who.user, session.expiry, session.left, session.proof, who.access, who.realm,
+        who.holder.network,
+    )  # fmt: skip
 
 
 def queued_record(
@@ -223,6 +228,6 @@ def will_record(session: Session) -> Willed:
     return Willed(session.client_id, *will) if will is not None else Willed(session.client_id)
 
 
-def retained_record(message: Message) -> Retained:
+def retained_record(message: Message, holder: Holder) -> Retained:
     """The record of a retained message."""
-    return Retained(message.topic, message.payload, message.qos, message.properties, _at(message))
+    return Retained(message.topic, message.payload, message.qos, message.properties, _at(message), holder)

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from bridge.access.rules import Identity
+from bridge.audit import Origin
 from bridge.clock import Deadline
 from bridge.errors import CorruptData, NotEnoughMessages
 from bridge.mqtt.broker.journal import survived
@@ -104,7 +105,8 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
             case Freed(client, packet_id) if client in saved:
                 saved[client].sending.pop(packet_id, None)
             case Retained(topic):
-                broker.router.retained.keep(text(topic), _message(record, broker.clock, retain=True))
+                kept = _message(record, broker.clock, retain=True)
+                broker.router.retained.keep(text(topic), kept, record.holder)
             case Marked(stream, upto, known):
                 broker.journal.replay_points.setdefault(stream, ReplayPoint(upto)).add(upto, known)
             case Received(client, packet_id) if client in saved:
@@ -127,14 +129,16 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
     for client, past in saved.items():
         opened = past.opened
         identity = Identity(client, opened.user, (), access=opened.access, realm=opened.realm)
+        identity.origin = Origin("mqtt", opened.network)
         identity = broker.accesses.again(identity)
         session = broker.sessions.create(client, identity)
         session.expiry, session.proof = past.opened.expiry, past.opened.proof
         if complete:
-            session.incoming, session.partial = past.incoming, past.partial
+            session.take_ids(past.incoming)
+            session.partial = past.partial
         broker.clock.observe(int(past.opened.left * 1000))
         session.left = past.opened.left or broker.clock.now() / 1000
-        session.will = past.will
+        session.set_will(past.will)
         for subscription in past.subscriptions.values():
             broker.router.subscribe(session, subscription)
         for packet_id, number in past.sending.items():
@@ -198,7 +202,7 @@ async def find_stored_ids(broker: Broker) -> None:
         names |= session.partial.get(packet_id, frozenset())
         own = broker.store.bound(text(topic))
         if (session, packet_id, topic) in refused or all(stream.name in names for stream in own):
-            session.incoming.add(packet_id)
+            session.take_ids((packet_id,))
         else:
             session.partial[packet_id] = frozenset(names)
 
@@ -226,8 +230,8 @@ def snapshot(broker: Broker) -> Iterator[Record]:
     for number in sorted(waiting):
         message, copies = waiting[number]
         yield queued_record(message, number, copies)
-    for message in broker.router.retained.all():
-        yield retained_record(message)
+    for message, holder in broker.router.retained.holders():
+        yield retained_record(message, holder)
     for stream, point in broker.journal.replay_points.items():
         yield Marked(stream, point.upto, sorted(point.known))
 

@@ -1,32 +1,55 @@
 """Retained messages: of each topic the newest that asked to be kept (3.1.1 section 3.3.1.3).
 
 What it promises: never more than `limits.retained_messages` and `retained_bytes`; expired messages take no
-room from others. A filter is only compared with names that begin with its levels before the first wildcard.
+room from others. When there is no room, a message is refused if its publisher has as much as anybody. Else
+it takes the room of whoever has most: the message that this one set first is dropped, logged and counted
+(`dropped_retained_full`). So nobody takes all of the room, and it goes back and forth between no two.
+
+A filter is only compared with names that begin with its levels before the first wildcard.
 """
 
 from __future__ import annotations
 
 import heapq
+import logging
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 from bridge.errors import RetainedFull
 from bridge.mqtt.broker.message import Message, size_of
+from bridge.net.ranking import Ranking
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
+    from bridge.access.rules import Holder
     from bridge.clock import Clock
     from bridge.mqtt.broker.journal import Journal
+    from bridge.mqtt.broker.reports import Reports
     from bridge.mqtt.settings import Limits
+    from bridge.mqtt.wire.packets import Publish
+
+
+class _Share:
+    """What one holder has: its topics, in the order in which they were set, and the bytes of all."""
+
+    __slots__ = ("bytes", "names")
+
+    def __init__(self) -> None:
+        self.names: dict[str, None] = {}
+        self.bytes = 0
 
 
 class Retained:
     """The retained messages of all topics."""
 
-    def __init__(self, journal: Journal, limits: Limits, clock: Clock) -> None:
-        self._journal, self._limits, self._clock = journal, limits, clock
+    def __init__(self, journal: Journal, limits: Limits, clock: Clock, reports: Reports) -> None:
+        self._journal, self._limits, self._clock, self._reports = journal, limits, clock, reports
         self._messages: dict[str, Message] = {}
+        self._holders: dict[str, Holder] = {}  # by topic
+        self._shares: dict[Holder, _Share] = {}
+        self._by_number: Ranking[Holder] = Ranking()
+        self._by_bytes: Ranking[Holder] = Ranking()
         self._bytes = 0
         self._names: list[str] | None = None  # sorted; None: to be made anew
         self._expiring: list[tuple[float, str]] = []  # a heap; a name may have got another message since
@@ -44,46 +67,59 @@ class Retained:
         """Every message."""
         return self._messages.values()
 
+    def holders(self) -> Iterator[tuple[Message, Holder]]:
+        """Every message, and who it counts for."""
+        for name, message in self._messages.items():
+            yield message, self._holders[name]
+
     def get(self, name: str) -> Message | None:
         """The message of a topic, unless it has expired."""
         message = self._messages.get(name)
         if message is not None and message.expired():
-            self.publish(name, Message(message.topic, b"", retain=True))
+            self._drop(name)
             return None
         return message
 
-    def check(self, name: str, payload: bytes) -> None:
-        """Raise RetainedFull if the limits leave no room for this as the retained message of a topic."""
-        if not self._fits(name, payload):
+    def check(self, name: str, packet: Publish, holder: Holder) -> None:
+        """Raise RetainedFull if there is no room for this as the retained message of a topic."""
+        if not packet.payload:
+            return
+        size = size_of(packet.topic, packet.payload, packet.properties)
+        if why := self._lacks_room(name, size, holder):
             self.drop_expired()
-            if not self._fits(name, payload):
-                limits = self._limits
-                raise RetainedFull(
-                    f"no room for a retained message of {len(payload)} bytes on {name!r}: "
-                    f"{len(self._messages)} of [mqtt.limits] retained_messages = {limits.retained_messages} "
-                    f"and {self._bytes} of retained_bytes = {limits.retained_bytes} are in use; raise the "
-                    "limit, or clear some"
-                )
+            why = self._lacks_room(name, size, holder)
+        if why:
+            raise RetainedFull(
+                f"no room for a retained message of {size} bytes in memory on {name!r}: {why}; raise the "
+                "limit, or clear some"
+            )
 
-    def publish(self, name: str, message: Message) -> bool:
+    def publish(self, name: str, message: Message, holder: Holder) -> bool:
         """Keep the newest message of a topic, or clear it if it is empty (MQTT-3.3.1-10). `check` it first.
 
         Returns whether the journal must be committed before the message may be acknowledged.
         """
         if not message.payload and name not in self._messages:
             return False
-        self.keep(name, message)
-        self._journal.retained(message)
+        self.keep(name, message, holder)
+        self._journal.retained(message, holder)
+        if message.payload:
+            while len(self._messages) > self._limits.retained_messages:
+                self._displace(name, holder, self._by_number.first())
+            while self._bytes > self._limits.retained_bytes:
+                self._displace(name, holder, self._by_bytes.first())
         return True
 
-    def keep(self, name: str, message: Message) -> None:
+    def keep(self, name: str, message: Message, holder: Holder) -> None:
         """Make this the retained message of a topic; an empty one: there is none."""
         old = self._messages.pop(name, None)
         if old is not None:
             self._bytes -= old.size
+            self._count(self._holders.pop(name), name, -old.size)
         if message.payload:
-            self._messages[name] = message
+            self._messages[name], self._holders[name] = message, holder
             self._bytes += message.size
+            self._count(holder, name, message.size)
             if message.expires is not None:
                 heapq.heappush(self._expiring, (message.expires.at, name))
                 self._tidy()
@@ -108,13 +144,66 @@ class Retained:
         found = names[bisect_left(names, prefix) : bisect_left(names, prefix[:-1] + "0")]  # the one after "/"
         return [prefix[:-1], *found] if prefix[:-1] in self._messages else found  # "a/#" matches "a" as well
 
-    def _fits(self, name: str, payload: bytes) -> bool:
-        if not payload:
-            return True
-        old = self._messages.get(name)
-        size = self._bytes + size_of(name.encode(), payload) - (old.size if old is not None else 0)
-        number = len(self._messages) + (old is None)
-        return number <= self._limits.retained_messages and size <= self._limits.retained_bytes
+    def _lacks_room(self, name: str, size: int, holder: Holder) -> str:
+        """Why a message of this size is refused to a holder; empty if it may be kept."""
+        old, owner, share = self._messages.get(name), self._holders.get(name), self._shares.get(holder)
+        freed = 0 if old is None else old.size
+        number, total = len(self._messages) + (old is None), self._bytes + size - freed
+        own_number, own_bytes = (0, 0) if share is None else (len(share.names), share.bytes)
+        if size > self._limits.retained_bytes:
+            return f"[mqtt.limits] retained_bytes = {self._limits.retained_bytes} is less"
+        if number > self._limits.retained_messages:
+            most = self._by_number.first()
+            if most is None or own_number + 1 >= len(self._shares[most].names):
+                limit = f"[mqtt.limits] retained_messages = {self._limits.retained_messages}"
+                return f"{limit} are in use, and nobody has more of them than {holder}"
+        if total > self._limits.retained_bytes:
+            most = self._by_bytes.first()
+            own_bytes += size - (freed if owner == holder else 0)
+            if most is None or own_bytes >= self._shares[most].bytes:
+                limit = f"{self._bytes} of [mqtt.limits] retained_bytes = {self._limits.retained_bytes}"
+                return f"{limit} are in use, and nobody would have more of them than {holder}"
+        return ""
+
+    def _displace(self, name: str, holder: Holder, most: Holder | None) -> None:
+        """Make room for the message of a topic, where `most` has most."""
+        names = () if most is None else self._shares[most].names
+        oldest = next((one for one in names if one != name), None)
+        if oldest is None:  # what it had most of was replaced just now
+            oldest = next(one for one in self._messages if one != name)
+        loser = self._holders[oldest]
+        self._drop(oldest)
+        self._reports.counts["dropped_retained_full"] += 1
+        self._reports.log(
+            "retained full",
+            logging.WARNING,
+            "the retained message on %.200r is dropped, for one of %s: %s has most, and [mqtt.limits] "
+            "retained_messages or retained_bytes is reached (counted in the metrics and on the status page)",
+            oldest,
+            holder,
+            loser,
+        )
+
+    def _drop(self, name: str) -> None:
+        self.publish(name, Message(self._messages[name].topic, b"", retain=True), self._holders[name])
+
+    def _count(self, holder: Holder, name: str, size: int) -> None:
+        """A holder has set the message of a topic; a negative size: it is gone."""
+        share = self._shares.get(holder)
+        if share is None:
+            share = self._shares[holder] = _Share()
+        share.bytes += size
+        if size > 0:
+            share.names[name] = None
+        else:
+            del share.names[name]
+        if share.names:
+            self._by_number.set(holder, -len(share.names))
+            self._by_bytes.set(holder, -share.bytes)
+        else:
+            del self._shares[holder]
+            self._by_number.set(holder, None)
+            self._by_bytes.set(holder, None)
 
     def _tidy(self) -> None:
         if len(self._expiring) > 2 * len(self._messages) + 100:  # most have got another message since

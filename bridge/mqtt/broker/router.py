@@ -10,6 +10,8 @@ from collections import deque
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Protocol
 
+from bridge.access.rules import Holder
+from bridge.mqtt.broker.memory import size_of_filter
 from bridge.mqtt.broker.message import Receiver, Subscription, receiver_of
 from bridge.mqtt.broker.outbox import Outgoing
 from bridge.mqtt.broker.retained import Retained
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.journal import Journal
     from bridge.mqtt.broker.line import Line
     from bridge.mqtt.broker.message import Message
+    from bridge.mqtt.broker.reports import Reports
     from bridge.mqtt.broker.sessions import Session
     from bridge.mqtt.broker.store import Store, Stream
     from bridge.mqtt.broker.turns import Turns
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 BRIDGE_STATE = "$SYS/broker/connection/"
 RESERVED = ("$SYS/", SHARE, REQUEST_LEVEL + "/")
 ROUTES = 50_000  # topics remembered; a topic not in use costs its look-up again
+NOBODY = Holder()
 PRUNED = 50  # filters taken out of the tree between two looks at the clock
 LOOK_UPS = 1_000  # among the retained messages, some milliseconds in which nobody else has a turn
 
@@ -94,10 +98,11 @@ class Router:
         clock: Clock,
         turns: Turns,
         runtime: Runtime,
+        reports: Reports,
     ) -> None:
         self.epoch = 0
         self._turns, self._runtime = turns, runtime
-        self.retained = Retained(journal, limits, clock)
+        self.retained = Retained(journal, limits, clock, reports)
         self.live: Live | None = None
         self._store, self._journal = store, journal
         self._tree: FilterTree[tuple[Session, Subscription]] = FilterTree()
@@ -155,8 +160,10 @@ class Router:
         old = session.subscriptions.get(subscription.filter)
         if old is not None:
             self._tree.remove(unshared(old.filter), (session, old))
-        elif subscription.filter.startswith(SHARE):
-            self.groups.setdefault(subscription.filter, Group()).members += 1
+        else:
+            session.outbox.hold(size_of_filter(subscription.filter))
+            if subscription.filter.startswith(SHARE):
+                self.groups.setdefault(subscription.filter, Group()).members += 1
         session.subscriptions[subscription.filter] = subscription
         self._tree.add(unshared(subscription.filter), (session, subscription))
         self.forget_routes()
@@ -167,6 +174,7 @@ class Router:
         subscription = session.subscriptions.pop(topic_filter, None)
         if subscription is None:
             return False
+        session.outbox.hold(-size_of_filter(topic_filter))
         self._tree.remove(unshared(topic_filter), (session, subscription))
         self._leave_group(topic_filter)
         self.forget_routes()
@@ -226,9 +234,12 @@ class Router:
         origin: Session | None = None,
         packet_id: int = 0,
         *,
+        holder: Holder = NOBODY,
         keep_copies: bool = False,
     ) -> bool:
         """Give a message to all receivers and keep it if it is retained; streams are the caller's.
+
+        `holder`: who a retained message counts for.
 
         `packet_id`: of QoS 2, from a persistent session; the journal has it in use with the message.
         `keep_copies`: the journal keeps what persistent sessions are to be sent, also on a stream topic.
@@ -236,7 +247,7 @@ class Router:
         """
         waits = False
         if message.retain:
-            waits = self.retained.publish(route.name, message)
+            waits = self.retained.publish(route.name, message, holder)
         if not route.delivers:
             return waits
         receivers = route.receivers

@@ -4,7 +4,8 @@ A session lives as long as its connection, and then for its expiry interval: 0 f
 3.1.1, no end for the others there, what the client asked for in MQTT 5; never longer than
 `limits.session_expiry_interval`. At most `limits.sessions` are kept for clients that are away. One too many
 ends the one that has been away for longest, of the user who has most of them: whoever opens many ends only
-sessions of its own. It is logged, and counted (`ended_sessions`).
+sessions of its own. Clients without a user name are told apart by their addresses (`Identity.holder`). It is
+logged, and counted (`ended_sessions`).
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from bridge.mqtt.broker.memory import EACH, OF_ID, Memory, size_of_will
 from bridge.mqtt.broker.outbox import Notes, Outbox
 from bridge.mqtt.wire.packets import V5
+from bridge.net.ranking import Ranking
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
-    from bridge.access.rules import Identity
+    from bridge.access.rules import Holder, Identity
     from bridge.clock import Clock
     from bridge.mqtt.broker.line import Line
     from bridge.mqtt.broker.message import Subscription
@@ -58,6 +61,23 @@ class Session:
         """Whether it outlives its connection."""
         return self.expiry > 0
 
+    def take_ids(self, packet_ids: Collection[int]) -> None:
+        """QoS 2 packet ids are in use."""
+        before = len(self.incoming)
+        self.incoming.update(packet_ids)
+        self.outbox.hold(OF_ID * (len(self.incoming) - before))
+
+    def free_ids(self, packet_ids: Collection[int]) -> None:
+        """QoS 2 packet ids are in use no longer."""
+        before = len(self.incoming)
+        self.incoming.difference_update(packet_ids)
+        self.outbox.hold(OF_ID * (len(self.incoming) - before))
+
+    def set_will(self, will: Will | None) -> None:
+        """Set what is published when the client has gone."""
+        self.outbox.hold(size_of_will(will) - size_of_will(self.will))
+        self.will = will
+
     @property
     def lasting_will(self) -> Will | None:
         """The will, if it survives a restart. One of 3.1.1 does not: it has no delay to come back in."""
@@ -66,7 +86,10 @@ class Session:
 
 
 class Sessions:
-    """All sessions by client id. `ended` is called for each that is over, `evicted` for one too many."""
+    """All sessions by client id.
+
+    `ended` is called for each that is over, `evicted` for one too many, and `full` when all hold too much.
+    """
 
     def __init__(
         self,
@@ -77,13 +100,16 @@ class Sessions:
         notes: Callable[[Session], Notes],
         ended: Callable[[Session], None],
         evicted: Callable[[Session], None],
+        full: Callable[[], None],
     ) -> None:
         self._runtime, self._limits, self._counts, self._clock = runtime, limits, counts, clock
         self._notes, self._ended, self._evicted = notes, ended, evicted
+        self.memory = Memory(limits.session_bytes, runtime, full)
         self._by_id: dict[str, Session] = {}
-        # By user, and by client id in the order in which they were left.
-        self._away: dict[tuple[str, str | None], dict[str, Session]] = {}
-        self._away_of: dict[str, tuple[str, str | None]] = {}  # the user, by client id
+        # By holder, and by client id in the order in which they were left.
+        self._away: dict[Holder, dict[str, Session]] = {}
+        self._away_of: dict[str, Holder] = {}  # by client id
+        self._most: Ranking[Holder] = Ranking()  # who has most that are away; of equals, who left first
 
     def __len__(self) -> int:
         """How many sessions there are."""
@@ -100,7 +126,8 @@ class Sessions:
     def create(self, client_id: str, identity: Identity) -> Session:
         """Make a new session; one that is there already must have been ended before."""
         session = Session(client_id, identity)
-        session.outbox = Outbox(self._limits, self._counts, self._notes(session))
+        session.outbox = Outbox(self._limits, self._counts, self._notes(session), self.memory)
+        session.outbox.hold(EACH)
         self._by_id[client_id] = session
         return session
 
@@ -110,10 +137,9 @@ class Sessions:
             session.timer.cancel()
             session.timer = None
         session.left = 0.0
-        if (owner := self._away_of.pop(session.client_id, None)) is not None:
-            del self._away[owner][session.client_id]
-            if not self._away[owner]:
-                del self._away[owner]
+        if (holder := self._away_of.pop(session.client_id, None)) is not None:
+            del self._away[holder][session.client_id]
+            self._rank(holder)
 
     def leave(self, session: Session) -> None:
         """A client has gone: end its session now, or when its time is over."""
@@ -124,15 +150,23 @@ class Sessions:
         if seconds <= 0:
             self.end(session)
             return
-        owner = self._away_of.setdefault(session.client_id, session.identity.owner)
-        self._away.setdefault(owner, {})[session.client_id] = session
+        holder = self._away_of.setdefault(session.client_id, session.identity.holder)
+        self._away.setdefault(holder, {})[session.client_id] = session
+        self._rank(holder)
         session.timer = self._runtime.later(seconds, self._expired, session)
-        if len(self._away_of) > self._limits.sessions:
+        if len(self._away_of) > self._limits.sessions and (most := self._most.first()) is not None:
             self._counts["ended_sessions"] += 1
-            most = max(self._away.values(), key=lambda of_user: (len(of_user), -_first(of_user).left))
-            oldest = _first(most)
+            oldest = _first(self._away[most])
             self._evicted(oldest)
             self.end(oldest)
+
+    def _rank(self, holder: Holder) -> None:
+        of_holder = self._away[holder]
+        if of_holder:
+            self._most.set(holder, (-len(of_holder), _first(of_holder).left))
+        else:
+            del self._away[holder]
+            self._most.set(holder, None)
 
     def is_over(self, session: Session) -> bool:
         """Whether the time of a session is over. A timer does not run while the machine is suspended."""

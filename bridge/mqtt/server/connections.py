@@ -335,7 +335,9 @@ class Connections:
             "sent_bytes": self.traffic.all_sent_bytes,
             "connections": len(self.open) + len(self._expected),
             "sessions": len(self.broker.sessions),
+            "session_bytes": self.broker.sessions.memory.total,
             "retained": len(self.broker.router.retained),
+            "retained_bytes": self.broker.router.retained.size,
             "shared_subscriptions": len(self.broker.router.groups),
             **{f"over_{name}": number for name, number in self.budgets.over().items()},
         }

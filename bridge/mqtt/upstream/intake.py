@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from bridge.access.rules import Holder
 from bridge.errors import MessageTooLarge, NoStream, Unauthorized
 from bridge.mqtt.broker.inbox import reason_of
 from bridge.mqtt.broker.message import headers_of
@@ -94,6 +95,7 @@ class IntoBroker:
         Raises ValueError for a gateway id that makes no topic.
         """
         self._broker, self._client, self._label = broker, f"upstream:{name}", f"upstream {name!r}"
+        self._holder = Holder(network=self._label)
         self._mark = (BRIDGED_BY.encode(), gateway.encode())
         self._identify = identify
         self._mappings = [
@@ -131,7 +133,9 @@ class IntoBroker:
         here = packet._replace(topic=topic.encode(), properties=properties)
         try:
             # A device that was away waits for its command: it does not look for it in a stream.
-            touched = self._broker.publisher.bring(self._client, self._label, here, keep_copies=True)
+            touched = self._broker.publisher.bring(
+                self._client, self._label, self._holder, here, keep_copies=True
+            )
         except PERMANENT as error:
             self._source.dropped(reason_of(error)[0], str(error))
             return ()
