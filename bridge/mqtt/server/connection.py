@@ -40,6 +40,7 @@ from bridge.mqtt.wire.packets import (
     MAX_CONNECT,
     MAXIMUM_CONNECT_TIME,
     MESSAGE_RATE_TOO_HIGH,
+    MOST_FILTERS,
     PACKET_TOO_LARGE,
     PINGREQ,
     PINGRESP,
@@ -245,6 +246,11 @@ class Connection(Flow):
         else:
             why = f"an answer of {len(data)} bytes, above its Maximum Packet Size of {self.max_packet_out}"
             self.fail("refused_packet_size", why, PACKET_TOO_LARGE)
+
+    @property
+    def most_filters(self) -> int:
+        """How many topic filters a packet may have. Those of one packet are looked at in one go."""
+        return max(MOST_FILTERS, self.endpoint.listener.limits.subscriptions)
 
     def full_of_subscriptions(self, count: int) -> str:
         """Why it may have no more than its `count` topic filters; empty if it may."""
@@ -611,7 +617,7 @@ class Connection(Flow):
         self._nothing_to_send(session)
 
     def _subscribe(self, _session: Session, _batch: Batch, body: bytes) -> None:
-        packet_id, requests, properties = parse_subscribe(body, self.level)
+        packet_id, requests, properties = parse_subscribe(body, self.level, self.most_filters)
 
         def answer(codes: bytes) -> None:
             self.answer(answers.suback(self.level, packet_id, codes))
@@ -632,7 +638,7 @@ class Connection(Flow):
             subscribe()
 
     def _unsubscribe(self, session: Session, _batch: Batch, body: bytes) -> None:
-        packet_id, filters = parse_unsubscribe(body, self.level)
+        packet_id, filters = parse_unsubscribe(body, self.level, self.most_filters)
         codes = self.broker.unsubscribe(session, filters)
         self._count_subscriptions()
         self.answer(answers.unsuback(self.level, packet_id, codes))

@@ -41,6 +41,7 @@ AUTH: Final = 0xF0
 
 # An unauthenticated peer gets no more than this: two strings of the usual size, a will, properties.
 MAX_CONNECT: Final = 64 * 1024
+MOST_FILTERS: Final = 1_000  # of a SUBSCRIBE: a packet of 1 MiB could have 200,000, which take a second
 
 # MQTT 5 reason codes that we use (section 2.4)
 SUCCESS: Final = 0x00
@@ -298,8 +299,10 @@ def parse_connect(body: bytes) -> Connect:
 WILL: Final = 0x01
 
 
-def parse_subscribe(body: bytes, level: int) -> tuple[int, list[TopicRequest], Properties]:
-    """Read the body of a SUBSCRIBE (section 3.8): packet id, requests, properties."""
+def parse_subscribe(
+    body: bytes, level: int, most: int = MOST_FILTERS
+) -> tuple[int, list[TopicRequest], Properties]:
+    """Read the body of a SUBSCRIBE (section 3.8): packet id, at most `most` requests, properties."""
     end = len(body)
     packet_id, pos = read_packet_id(body, 0, end)
     properties: Properties = {}
@@ -318,13 +321,15 @@ def parse_subscribe(body: bytes, level: int) -> tuple[int, list[TopicRequest], P
         if options & reserved or options & 3 == 3 or options & 0x30 == 0x30:
             raise ProtocolError(f"SUBSCRIBE options {options:#04x}")
         requests.append(TopicRequest(name, options))
+        if len(requests) > most:
+            raise ProtocolError(f"a SUBSCRIBE with more than {most} topic filters", QUOTA_EXCEEDED)
     if not requests:
         raise ProtocolError("a SUBSCRIBE without topic filters (MQTT-3.8.3-3)", PROTOCOL_ERROR)
     return packet_id, requests, properties
 
 
-def parse_unsubscribe(body: bytes, level: int) -> tuple[int, list[str]]:
-    """Read the body of an UNSUBSCRIBE (section 3.10): packet id and filters."""
+def parse_unsubscribe(body: bytes, level: int, most: int = MOST_FILTERS) -> tuple[int, list[str]]:
+    """Read the body of an UNSUBSCRIBE (section 3.10): packet id and at most `most` filters."""
     end = len(body)
     packet_id, pos = read_packet_id(body, 0, end)
     if level == V5:
@@ -335,6 +340,8 @@ def parse_unsubscribe(body: bytes, level: int) -> tuple[int, list[str]]:
         if not name:
             raise ProtocolError("an empty topic filter (MQTT-4.7.3-1)")
         filters.append(name)
+        if len(filters) > most:
+            raise ProtocolError(f"an UNSUBSCRIBE with more than {most} topic filters", QUOTA_EXCEEDED)
     if not filters:
         raise ProtocolError("an UNSUBSCRIBE without topic filters (MQTT-3.10.3-2)", PROTOCOL_ERROR)
     return packet_id, filters

@@ -72,10 +72,12 @@ _ALLOWED: Final[dict[int, frozenset[int]]] = {
     0xA0: frozenset({USER_PROPERTY}),
     0xE0: _ANSWER | {SESSION_EXPIRY},
 }  # fmt: skip
+# User properties of a packet: a packet of 1 MiB could have 200,000, which take 0.2 s to read.
+MOST_PAIRS: Final = 1_000
 
 
 class PropertyError(ValueError):
-    """Raised when properties are malformed (0x81) or break a rule: twice, or such a value (0x82)."""
+    """Raised for properties that are malformed (0x81), twice or of a wrong value (0x82), too many (0x97)."""
 
     def __init__(self, message: str, reason: int = 0x81) -> None:
         super().__init__(message)
@@ -124,7 +126,10 @@ def read_properties(data: bytes, pos: int, end: int, packet_type: int) -> tuple[
             raise PropertyError(f"property {kind:#04x} where it is not allowed")  # malformed: section 2.2.2.2
         value, pos = _read_value(data, kind, pos + 1, stop)
         if kind == USER_PROPERTY or (kind == SUBSCRIPTION_ID and packet_type & 0xF0 == 0x30):
-            found.setdefault(kind, []).append(value)
+            values = found.setdefault(kind, [])
+            values.append(value)
+            if len(values) > MOST_PAIRS:
+                raise PropertyError(f"more than {MOST_PAIRS} times property {kind:#04x}", 0x97)
         elif kind in found:
             raise PropertyError(f"property {kind:#04x} twice", 0x82)
         else:
