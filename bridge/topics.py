@@ -18,6 +18,32 @@ SHARE = "$share/"  # what the filter of a shared subscription begins with
 T = TypeVar("T")
 
 
+class Remembered(dict[bytes, T]):
+    """What is known about some topics. When they are too many or take too much memory, all are forgotten.
+
+    A topic may be 16 KB long, and clients choose them.
+    """
+
+    MOST, MOST_BYTES = 50_000, 64 * 1024 * 1024
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bytes = 0
+
+    def remember(self, topic: bytes, value: T, size: int = 0) -> None:
+        """Keep what is known about a topic; `size`: bytes that it takes beside the topic and an entry."""
+        size += 2 * len(topic) + 200
+        if len(self) >= self.MOST or self._bytes + size > self.MOST_BYTES:
+            self.clear()
+        self._bytes += size
+        self[topic] = value
+
+    def clear(self) -> None:
+        """Forget all."""
+        super().clear()
+        self._bytes = 0
+
+
 def is_topic_name(name: str) -> bool:
     """Return whether a PUBLISH may have this topic (MQTT-4.7.1-1, MQTT-4.7.3-1).
 

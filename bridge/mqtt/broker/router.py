@@ -17,7 +17,7 @@ from bridge.mqtt.broker.outbox import Outgoing
 from bridge.mqtt.broker.retained import Retained
 from bridge.mqtt.broker.shared import Group, Share
 from bridge.mqtt.wire.packets import BAD_TOPIC_NAME, ProtocolError, text
-from bridge.topics import REQUEST_LEVEL, SHARE, FilterTree, is_topic_name, matches, unshared
+from bridge.topics import REQUEST_LEVEL, SHARE, FilterTree, Remembered, is_topic_name, matches, unshared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 # Where Mosquitto says that one of its bridges is connected, at both ends, unless it is configured otherwise.
 BRIDGE_STATE = "$SYS/broker/connection/"
 RESERVED = ("$SYS/", SHARE, REQUEST_LEVEL + "/")
-ROUTES = 50_000  # topics remembered; a topic not in use costs its look-up again
+ROUTE = 500  # bytes of a route,
+RECEIVER = 150  # and of one of its receivers
 NOBODY = Holder()
 PRUNED = 50  # filters taken out of the tree between two looks at the clock
 LOOK_UPS = 1_000  # among the retained messages, some milliseconds in which nobody else has a turn
@@ -107,7 +108,7 @@ class Router:
         self._store, self._journal = store, journal
         self._tree: FilterTree[tuple[Session, Subscription]] = FilterTree()
         self.groups: dict[str, Group] = {}  # the shared subscriptions by their filters
-        self._routes: dict[bytes, Route] = {}
+        self._routes: Remembered[Route] = Remembered()
         # Subscriptions of sessions that have ended and are still in the tree.
         self._ended: deque[tuple[Session, Subscription]] = deque()
         self._pruning = False
@@ -149,9 +150,8 @@ class Router:
         route.delivers = bool(route.receivers or route.shares)
         if route.stream is not None and not route.delivers and not route.with_client:
             route.append = route.stream.append
-        if len(self._routes) >= ROUTES:
-            self._routes.clear()
-        self._routes[topic] = route
+        members = sum(len(share) for share in route.shares.values())
+        self._routes.remember(topic, route, ROUTE + RECEIVER * (len(route.receivers) + members))
         self._turns.spend(began)
         return route
 

@@ -55,6 +55,10 @@ class Share:
         """A member, and what its subscription asks for."""
         (self._away if session.line is None else self._connected).append((session, receiver))
 
+    def __len__(self) -> int:
+        """How many members it has."""
+        return len(self._connected) + len(self._away)
+
     def choose(self, message: Message) -> tuple[Session, Outgoing] | None:
         """The member that is to get a message, and its copy; None if the copy would be dropped at once."""
         first = self._group.turn

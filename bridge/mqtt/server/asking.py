@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from bridge.mqtt.server.connections import Connections, Member
     from bridge.runtime import Timer
 
-MOST = 4_096  # answers that one connection keeps
+MOST = 4_096  # answers that one connection keeps,
+MOST_CHARACTERS = 512 * 1024  # and characters of their topics
 RETRY = 5.0  # seconds until a question is asked again that had no answer
 
 Action = Literal["publish", "subscribe"]
@@ -29,6 +30,7 @@ class Asking:
     def __init__(self, conn: Member, connections: Connections) -> None:
         self._conn, self._connections = conn, connections
         self._known: dict[tuple[Action, str], tuple[bool, float]] = {}  # the answer, and until when it holds
+        self._characters = 0
         self._timer: Timer | None = None
 
     def may(self, action: Action, topic: str) -> bool | None:
@@ -66,8 +68,10 @@ class Asking:
         auth, runtime = self._connections.auth, self._connections.runtime
         question = Question(client_id=client_id, user=user, address=conn.address, action=action, topic=topic)
         allowed = await auth.allows(question)
-        if len(self._known) >= MOST:
+        self._characters += len(topic)
+        if len(self._known) >= MOST or self._characters > MOST_CHARACTERS:
             self._known.clear()
+            self._characters = len(topic)
         until = self._now() + RETRY if allowed is None else float("inf")
         self._known[action, topic] = bool(allowed), until
         if self._timer is None and not conn.gone:
@@ -77,6 +81,7 @@ class Asking:
     def _forget(self) -> None:
         self._timer = None
         self._known.clear()
+        self._characters = 0
         self._conn.forget_routes()
 
     def _now(self) -> float:

@@ -84,7 +84,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LINGER = 1.0  # seconds for the last bytes to go out
-ROUTES = 4_096  # topics that one connection remembers
+ROUTES = 4_096  # topics that one connection remembers,
+USUAL_TOPIC = 128  # if they have no more bytes: longer ones cost their look-up each time
 OWN = "connection"  # the budget of one connection: `messages_per_second` of its listener
 LOOK_AGAIN = 60.0  # seconds; how late the end of a login may be noticed after the clock was set
 EXPENSIVE = 0x80  # SUBSCRIBE and UNSUBSCRIBE, with the bits in which they differ masked by 0xD0
@@ -541,7 +542,8 @@ class Connection(Flow):
                 route = self.broker.denied(session, route, "a plugin refuses it")
                 if not self.asking.holds("publish", route.name):
                     return route
-        self.routes[topic] = route
+        if len(topic) <= USUAL_TOPIC:
+            self.routes[topic] = route
         return route
 
     def forget_routes(self) -> None:

@@ -22,7 +22,7 @@ from bridge.mqtt.broker.publishing import PERMANENT
 from bridge.mqtt.mappings import topic_template
 from bridge.mqtt.wire import properties as p
 from bridge.net.brokers import BRIDGED_BY
-from bridge.topics import REQUEST_LEVEL, covers, matches
+from bridge.topics import REQUEST_LEVEL, Remembered, covers, matches
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from bridge.mqtt.wire.packets import Publish
     from bridge.operations.manager import StreamManager
 
-ROUTES = 50_000  # topics remembered
 REQUESTS = f"{REQUEST_LEVEL}/+/+"
 
 
@@ -102,7 +101,7 @@ class IntoBroker:
             (one.filter, one.qos, topic_template(one.topic))
             for one in (each.of(gateway) for each in mappings)
         ]
-        self._topics: dict[bytes, str] = {}  # here, by the topic there
+        self._topics: Remembered[str] = Remembered()  # here, by the topic there
         self.changed()
 
     def attach(self, source: Source) -> None:
@@ -120,9 +119,8 @@ class IntoBroker:
     def take(self, packet: Publish) -> Collection[Committer]:
         topic = self._topics.get(packet.topic)
         if topic is None:
-            if len(self._topics) >= ROUTES:
-                self._topics.clear()
-            topic = self._topics[packet.topic] = self._topic(packet.topic.decode())
+            topic = self._topic(packet.topic.decode())
+            self._topics.remember(packet.topic, topic, len(topic))
         if not topic:
             self._source.dropped("unmapped", f"no mapping makes a topic here of {packet.topic[:200]!r}")
             return ()
@@ -156,7 +154,7 @@ class IntoStreams:
 
     def __init__(self, manager: StreamManager, settings: ExternalSettings, requests: Requests) -> None:
         self._manager, self._settings, self._requests = manager, settings, requests
-        self._routes: dict[bytes, tuple[Stream, ...]] = {}
+        self._routes: Remembered[tuple[Stream, ...]] = Remembered()
 
     def attach(self, source: Source) -> None:
         self._source = source
@@ -190,9 +188,8 @@ class IntoStreams:
             return ()
         streams = self._routes.get(packet.topic)
         if streams is None:
-            if len(self._routes) >= ROUTES:
-                self._routes.clear()
-            streams = self._routes[packet.topic] = self._manager.bound(packet.topic.decode())
+            streams = self._manager.bound(packet.topic.decode())
+            self._routes.remember(packet.topic, streams)
         if not streams:
             self._source.counts["dropped_unbound"] += 1  # there still is a subscription of a former stream
         kept = _headers(packet)
