@@ -205,3 +205,57 @@ async def test_no_client_id_turns_a_rule_into_rights_of_the_service(bridge: Brid
             packet = await client.exchange(publish(topic, b"{}", 1, number, level=V5))
             assert (packet.head, packet.body[2:3]) == (0x40, b"\x87"), (client_id, topic)
         assert (await client.exchange(subscribe(9, ("#", 0), ("a/b/#", 0), level=V5))).body[3:] == b"\x87\x87"
+
+
+def test_what_waits_for_a_client_is_dropped_with_its_right_to_read_it(tmp_path: Path) -> None:
+    path = users(tmp_path, "".join(f"{name}:{hash_password(name.encode())}\n" for name in ("ann", "bob")))
+    denied = AccessRule(user="ann", deny=Deny(read=["pay/#"]))
+
+    async def log_in(bridge: Bridge, user: str, client_id: str = "") -> Client:
+        options: dict[str, Any] = {"level": V5, "clean": False, "properties": STAYS}
+        client_id = client_id or user
+        return await bridge.connect(client_id, user=user, password=user.encode(), **options)
+
+    async def test(bridge: Bridge) -> None:
+        for client_id, user, topics in (
+            ("ann", "ann", ("pay/#", "open/#")),
+            ("m1", "ann", ("$share/g/pay/#",)),
+        ):
+            client = await log_in(bridge, user, client_id)
+            await client.exchange(subscribe(1, *((name, 1) for name in topics), level=V5))
+            client.disconnect()
+            assert await client.closed()
+        sender = await log_in(bridge, "bob")
+        for topic in ("pay/1", "open/1"):
+            await sender.exchange(publish(topic, b"secret", 1, 1, level=V5))
+        member = await log_in(bridge, "bob", "m2")
+        await member.exchange(subscribe(1, ("$share/g/pay/#", 1), level=V5))
+        bridge.config = msgspec.structs.replace(bridge.config, acl=[EVERYTHING, denied])
+        bridge.front.reload(bridge.config)
+        assert (await member.message()).topic == "pay/1", "another member gets what it waited for"
+        assert bridge.stat("dropped_unreadable") == 1
+        await bridge.restart()
+        ann = await log_in(bridge, "ann")
+        assert (await ann.message()).topic == "open/1"
+        assert await ann.silent()
+
+    with_bridge(tmp_path, test, users_file=path, acl=[EVERYTHING])
+
+
+def test_what_was_denied_during_a_stop_is_not_delivered_after_it(tmp_path: Path) -> None:
+    async def test(bridge: Bridge) -> None:
+        client = await bridge.connect("c", clean=False)
+        await client.subscribe(("#", 1))
+        client.disconnect()
+        assert await client.closed()
+        sender = await bridge.connect("s")
+        for topic in ("pay/1", "open/1"):
+            await sender.exchange(publish(topic, b"secret", 1, 1))
+        denied = AccessRule(deny=Deny(read=["pay/#"]))
+        bridge.config = msgspec.structs.replace(bridge.config, acl=[EVERYTHING, denied])
+        await bridge.restart()
+        client = await bridge.connect("c", clean=False)
+        assert (await client.message()).topic == "open/1"
+        assert await client.silent()
+
+    with_bridge(tmp_path, test, acl=[EVERYTHING])

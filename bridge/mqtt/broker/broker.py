@@ -197,6 +197,22 @@ class Broker:
             if gone:
                 self.sessions.end(session)
         self.router.forget_routes()
+        for session in self.sessions.all():
+            self._drop_unreadable(session)
+
+    def _drop_unreadable(self, session: Session) -> None:
+        """Drop what waits for a client that may read it no longer, or give it to another member."""
+        outs = session.outbox.unreadable(session.identity.may_read) if len(session.outbox) else ()
+        if not outs:
+            return
+        for out in outs:
+            if out.share and self.router.reassign(out):
+                self.counts["reassigned"] += 1
+            else:
+                self.counts["dropped_unreadable"] += 1
+        session.outbox.remove(outs)
+        text = "%d messages that waited for %s are dropped: it may not read them any more (counted)"
+        self.reports.log("unreadable", logging.WARNING, text, len(outs), session.identity.label)
 
     # -- CONNECT and the end ------------------------------------------------------------
 
@@ -255,6 +271,7 @@ class Broker:
         self.set_will(session, asked.will)
         if present and session.subscriptions:
             self.router.forget_routes()  # its rules may have changed
+            self._drop_unreadable(session)
 
         def journaled(_error: StreamError | None) -> None:
             if session.line is inbox.line:

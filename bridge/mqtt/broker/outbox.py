@@ -30,7 +30,7 @@ from bridge.mqtt.wire.packets import PACKET_ID_NOT_FOUND, PROTOCOL_ERROR, PUBREL
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from bridge.mqtt.broker.line import Line
     from bridge.mqtt.broker.memory import Memory
@@ -46,7 +46,7 @@ UNFIT = (True, True, sys.maxsize)  # and of one whose client does not take packe
 class Outgoing:
     """One message for one session."""
 
-    __slots__ = ("identifiers", "message", "noted", "number", "qos", "retain", "sent", "share")
+    __slots__ = ("asked", "identifiers", "message", "noted", "number", "qos", "retain", "sent", "share")
 
     def __init__(
         self,
@@ -56,10 +56,13 @@ class Outgoing:
         identifiers: tuple[int, ...] = (),
         number: int = 0,
         share: str = "",
+        *,
+        asked: bool = False,
     ) -> None:
         self.message, self.qos, self.retain, self.identifiers = message, qos, retain, identifiers
         self.number = number  # its name in the journal; 0: not there
         self.share = share  # the shared subscription that it came by; empty: an ordinary one
+        self.asked = asked  # it answers a request: to receive it takes no right
         self.noted = qos < 2  # its packet id is in the journal, if it has to be
         self.sent = False
 
@@ -171,6 +174,27 @@ class Outbox:
         limits, size = self._limits, self._bytes + out.message.size
         full = len(self._queue) >= limits.queued_messages or size > limits.queued_bytes
         return full, line is None, len(self)
+
+    def unreadable(self, may_read: Callable[[str], bool]) -> list[Outgoing]:
+        """What waits, and may be read no longer. What has been sent stays: its receiver may have it."""
+        may: dict[bytes, bool] = {}
+        found = []
+        for out in self._queue:
+            topic = out.message.topic
+            if topic not in may:
+                may[topic] = may_read(topic.decode())
+            if not (may[topic] or out.asked):
+                found.append(out)
+        return found
+
+    def remove(self, outs: Collection[Outgoing]) -> None:
+        """Take messages out of the queue."""
+        gone = set(map(id, outs))
+        self._queue = deque(out for out in self._queue if id(out) not in gone)
+        for out in outs:
+            self._bytes -= out.message.size
+            self.hold(-out.message.size)
+            self._notes.settled(out)
 
     def attach(self, line: Line) -> None:
         """The session has a connection: send again what it had not acknowledged, then what waits."""

@@ -78,7 +78,7 @@ async def _reply(
         reply = await answer(operations, operation, packet.payload, room, session.identity)
         # Straight to the client that asked, at the QoS of the request: no other one can ask for it.
         message = Message(reply_to, reply, packet.qos, properties=properties)
-        session.outbox.put(Outgoing(message, min(packet.qos, 1)))
+        session.outbox.put(Outgoing(message, min(packet.qos, 1), asked=True))
     finally:
         conn.requests -= 1
         conn.release("requests")
