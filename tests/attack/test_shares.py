@@ -14,7 +14,9 @@ import pytest
 from bridge.access.users import hash_password
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5
+from tests.fakes.byhand import World
 from tests.mqtt.harness import (
+    PLAIN,
     Bridge,
     Client,
     ack,
@@ -256,3 +258,24 @@ def test_what_a_session_holds_is_counted_exactly_whatever_becomes_of_it(tmp_path
         assert bridge.broker.sessions.memory.total == empty
 
     with_bridge(tmp_path, test, users_file=file)
+
+
+@pytest.mark.parametrize("kind", ["pings", "what is denied"])
+def test_one_read_full_of_small_packets_keeps_nobody_waiting(tmp_path: Path, kind: str) -> None:
+    sent, answer = {
+        "pings": (b"\xc0\0", b"\xd0\0"),
+        "what is denied": (publish("$SYS/x", b"", 1, 7, level=V5), b"\x40\3\0\7\x87"),
+    }[kind]
+    world = World(tmp_path)
+    world.streams.definitions["s"].by_itself = True
+    wires = [world.connect(connect(name, level=V5, properties=PLAIN)) for name in ("device", "a", "b", "c")]
+    for wire in wires:
+        assert wire.got()[:1] == b"\x20"
+    device, *floods = wires
+    for flood in floods:
+        flood.send(sent * 20_000)
+    begun = sum(len(flood.transport.written) for flood in floods)
+    assert begun < len(floods) * 20_000 * len(answer) // 4, "the rest waits for other turns"
+    device.send(publish("in/device", b"", 1, 1, level=V5))
+    assert device.got() == ack(0x40, 1)
+    assert [flood.got() for flood in floods] == [answer * 20_000] * 3, "and nothing is lost"

@@ -2,8 +2,9 @@
 
 What it promises: packets whose cost a client can drive up (a topic that is looked up among the filters of all
 clients, a message for many subscribers) take `LIMIT` seconds and one packet more in a turn, however many
-clients send them, and however many of them one read brings. A client that sends more is read on in a later
-turn, first come, first served; everybody else has a turn in between.
+clients send them, and however many of them one read brings. So do small packets that come in their thousands.
+A client that sends more is read on in a later turn, first come, first served; everybody else has a turn in
+between.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from bridge.runtime import Runtime
 
 LIMIT = 0.02  # seconds
+MANY, TAKE = 250, 0.001  # small packets of one read, and about the seconds that they take
 HOLD = "turn"
 
 
@@ -38,6 +40,16 @@ class Turns:
         """An expensive packet has taken the time since `began`."""
         self._spent += self.begin() - began
         self._schedule()
+
+    def many(self, line: Line) -> None:
+        """A client has sent `MANY` small packets in one read: the next may have to wait for another turn.
+
+        They are not timed one by one, which would take as long as a small packet itself.
+        """
+        self._spent += TAKE
+        self._schedule()
+        if self.over:
+            self.wait(line)
 
     def wait(self, line: Line) -> None:
         """Read no further from a client until there is time."""

@@ -23,6 +23,7 @@ from bridge.audit import Origin, record
 from bridge.errors import StreamError
 from bridge.mqtt.broker.inbox import Batch, Inbox
 from bridge.mqtt.broker.outbox import NO_LIMIT
+from bridge.mqtt.broker.turns import MANY
 from bridge.mqtt.server import handshake
 from bridge.mqtt.server.asking import Asking
 from bridge.mqtt.server.states import CLOSED, NEW, NEXT, OPEN, TRANSITIONS, Event, State
@@ -88,6 +89,7 @@ ROUTES = 4_096  # topics that one connection remembers,
 USUAL_TOPIC = 128  # if they have no more bytes: longer ones cost their look-up each time
 OWN = "connection"  # the budget of one connection: `messages_per_second` of its listener
 LOOK_AGAIN = 60.0  # seconds; how late the end of a login may be noticed after the clock was set
+REFUSED = 5  # small packets take as long as a PUBLISH that is refused, or is more than one append
 EXPENSIVE = 0x80  # SUBSCRIBE and UNSUBSCRIBE, with the bits in which they differ masked by 0xD0
 
 
@@ -414,7 +416,7 @@ class Connection(Flow):
     def _packets(self, d: bytes) -> int:
         """Handle the whole packets in `d`; return how many bytes that used."""
         shared, broker, state = self.connections, self.broker, self.state
-        size, pos, published = len(d), 0, 0
+        size, pos, published, small = len(d), 0, 0, 0
         router, turns = broker.router, broker.turns
         if self.epoch != router.epoch or len(self.routes) > ROUTES:
             self.routes, self.epoch = {}, router.epoch
@@ -471,6 +473,10 @@ class Connection(Flow):
                             published += 1
                             last = None
                             pos = end
+                            small += REFUSED
+                            if small >= MANY:
+                                small = 0
+                                turns.many(self)
                             continue
                         at += 1
                     route = routes.get(topic)
@@ -488,6 +494,11 @@ class Connection(Flow):
                     if append is None or head & 0x0D:
                         broker.publish(batch, Publish(head, topic, packet_id, d[at:end]), route)
                         last = None
+                        if not route.delivers:  # else it is timed
+                            small += REFUSED
+                            if small >= MANY:
+                                small = 0
+                                turns.many(self)
                     else:
                         try:
                             append(topic, d[at:end])
@@ -511,6 +522,10 @@ class Connection(Flow):
                         self._handle(batch, head, d[body:end])
                         if self.state is CLOSED:
                             return size
+                        small += 1
+                        if small >= MANY:
+                            small = 0
+                            turns.many(self)
                     else:
                         self.traffic.connects += 1
                         self.state = state = NEXT[state, CONNECT]
