@@ -6,15 +6,18 @@ Who has most loses, and never the newcomer. A user is one, and so is an address 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bridge.access.users import hash_password
+from bridge.mqtt.server.connection import Connection
+from bridge.mqtt.server.websocket import WebSocket
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5
-from tests.fakes.byhand import World
+from tests.fakes.byhand import Transport, World
 from tests.mqtt.harness import (
     PLAIN,
     Bridge,
@@ -29,6 +32,7 @@ from tests.mqtt.harness import (
 )
 from tests.mqtt.test_access import users, with_bridge
 from tests.mqtt.test_login_floods import open_from
+from tests.mqtt.test_websocket import frame, http
 
 STAYS: dict[str, Any] = {"level": V5, "clean": False, "properties": {p.SESSION_EXPIRY: 3600}}
 NAMES = ("ann", "bob", "mallory")
@@ -279,3 +283,37 @@ def test_one_read_full_of_small_packets_keeps_nobody_waiting(tmp_path: Path, kin
     device.send(publish("in/device", b"", 1, 1, level=V5))
     assert device.got() == ack(0x40, 1)
     assert [flood.got() for flood in floods] == [answer * 20_000] * 3, "and nothing is lost"
+
+
+class Socket(Transport):
+    """The socket below a WebSocket."""
+
+    def writelines(self, pieces: Iterable[bytes]) -> None:
+        self.write(b"".join(pieces))
+
+
+def test_one_read_full_of_tiny_frames_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """They made others wait for 18 s, and took 200 MB."""
+    world = World(tmp_path)
+    world.streams.definitions["s"].by_itself = True
+    device = world.connect(connect("device", level=V5, properties=PLAIN))
+    assert device.got()[:1] == b"\x20"
+    socket = Socket()
+    flood = WebSocket(Connection(world.server.connections, world.endpoint))
+    flood.connection_made(socket)  # type: ignore[arg-type]
+    flood.data_received(http() + frame(connect("flood")))
+    world.run()
+    socket.written.clear()
+    halves = frame(b"\xc0") + frame(b"\0")
+    flood.data_received(halves * 20_000)
+    world.server.connections.reads.run()
+    assert socket.written.count(b"\xd0\0") <= 2_000, "the rest waits for other turns"
+    assert not socket.reading
+    device.send(publish("in/device", b"", 1, 1, level=V5))
+    assert device.got() == ack(0x40, 1)
+    world.run()
+    assert socket.written.count(b"\xd0\0") == 20_000, "and nothing is lost"
+    assert socket.reading
+    flood.data_received(frame(b"\xe0\0") + frame(b"", 8))
+    world.run()
+    assert socket.closed

@@ -1,8 +1,9 @@
 """MQTT over WebSocket (MQTT section 6, RFC 6455): a transport between a socket and a `Connection`.
 
 States: HTTP request --101--> frames --close frame or error--> closed. MQTT is one stream of bytes here:
-the frames' borders mean nothing, and a frame's payload is passed on as it arrives, so that nothing is
-kept for a length that a client merely announces.
+the frames' borders mean nothing, and the payload that one read brings is passed on at once, so that nothing
+is kept for a length that a client merely announces, and tiny frames cost little. Of a read with more than
+`MANY` frames, the rest is handled in later turns.
 
 It is written by hand because a frame and its answer cost 2 us here, 5 us with the sans-I/O core of websockets
 and 14.5 us with wsproto. A library would lose in the benchmarks.
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455 section 1.3
 MAX_REQUEST = 8 * 1024
+MANY = 1_000  # frames
 CONTINUATION, BINARY, CLOSE, PING, PONG = 0, 2, 8, 9, 10
 NORMAL, WRONG, UNACCEPTABLE, TOO_BIG = 1000, 1002, 1003, 1009  # close codes (section 7.4.1)
 MAX_FRAME = 0xFFF_FFFF + 5  # bytes: the largest MQTT packet, whatever `max_packet` is
@@ -44,6 +46,7 @@ class WebSocket(asyncio.Protocol):
         self._left = self._done = 0  # of the present data frame: payload bytes to come, and passed on
         self._mask = b"\0\0\0\0"
         self._begun = False  # a message whose last frame has not come
+        self._held = self._later = False  # by the connection; since the rest of a read waits for a turn
 
     # -- the protocol of the socket ------------------------------------------------------------
 
@@ -67,9 +70,8 @@ class WebSocket(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._closing:
             return
-        data = self._unread + data
-        self._unread = b""
         if not self._open:
+            data, self._unread = self._unread + data, b""
             end = data.find(b"\r\n\r\n")
             if end < 0:
                 if len(data) > MAX_REQUEST:
@@ -81,7 +83,19 @@ class WebSocket(asyncio.Protocol):
             if not self._upgrade(data[:end]):
                 return
             data = data[end + 4 :]
+        self._unread += data
+        if not self._later:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Handle frames that were read."""
+        was_later, self._later = self._later, False
+        if self._closing:
+            return
+        data, self._unread = self._unread, b""
         self._unread = data[self._frames(data) :]
+        if was_later and not (self._later or self._held or self.is_closing()):
+            self._transport.resume_reading()
 
     # -- the transport of the connection ------------------------------------------------------------
 
@@ -104,10 +118,13 @@ class WebSocket(asyncio.Protocol):
         return False  # a WebSocket is closed by a frame
 
     def pause_reading(self) -> None:
+        self._held = True
         self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        self._transport.resume_reading()
+        self._held = False
+        if not self._later:
+            self._transport.resume_reading()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._transport.get_extra_info(name, default)
@@ -158,51 +175,66 @@ class WebSocket(asyncio.Protocol):
 
     def _frames(self, data: bytes) -> int:
         """Pass on the payload of data frames, answer control frames; return how many bytes were used."""
-        pos, size = 0, len(data)
-        while not self._closing:
+        payload = bytearray()
+        used, end = self._unframed(data, payload)
+        if payload:
+            self._inner.data_received(bytes(payload))
+        if end:
+            self._end(end)
+        return used
+
+    def _unframed(self, data: bytes, payload: bytearray) -> tuple[int, int]:
+        """Put the payload of data frames into `payload`.
+
+        Returns how many bytes were used, and the code to close with; 0: go on.
+        """
+        pos, size, count = 0, len(data), 0
+        while True:
             if self._left:
                 piece = data[pos : pos + self._left]
                 if not piece:
-                    return pos
+                    return pos, 0
                 pos += len(piece)
                 self._left -= len(piece)
                 turn = self._done % 4
                 self._done += len(piece)
-                self._inner.data_received(_unmask(piece, self._mask[turn:] + self._mask[:turn]))
+                payload += _unmask(piece, self._mask[turn:] + self._mask[:turn])
                 continue
             if size - pos < 2:
-                return pos
+                return pos, 0
+            count += 1
+            if count > MANY:
+                self._later = True
+                self._transport.pause_reading()
+                self._inner.connections.runtime.soon(self._go_on)
+                return pos, 0
             head, length = data[pos], data[pos + 1]
             opcode, at = head & 0x0F, pos + 2
             if head & 0x70 or not length & 0x80:
-                self._end(WRONG)
-                break
+                return size, WRONG
             length &= 0x7F
             wide = 2 if length == 126 else 8 if length == 127 else 0
             if size < at + wide + 4:
-                return pos
+                return pos, 0
             if wide:
                 length = int.from_bytes(data[at : at + wide], "big")
             at += wide + 4
             mask = data[at - 4 : at]
             if opcode == (CONTINUATION if self._begun else BINARY):  # section 5.4
                 if length > MAX_FRAME:
-                    self._end(TOO_BIG)
-                    break
+                    return size, TOO_BIG
                 self._begun = head < 0x80
                 self._mask, self._left, self._done, pos = mask, length, 0, at
             elif opcode in (CLOSE, PING, PONG) and length < 126 and head & 0x80:
                 if size < at + length:
-                    return pos
+                    return pos, 0
                 pos = at + length
                 if opcode == CLOSE:
-                    self._end(NORMAL)
-                elif opcode == PING:
-                    payload = _unmask(data[at:pos], mask)
-                    self._transport.write(_frame_header(PONG, length) + payload)
+                    return size, NORMAL
+                if opcode == PING:
+                    self._transport.write(_frame_header(PONG, length) + _unmask(data[at:pos], mask))
             else:
-                self._end(UNACCEPTABLE if opcode == 1 else WRONG)
-        return size
+                return size, UNACCEPTABLE if opcode == 1 else WRONG
 
     def _end(self, code: int) -> None:
         if not self.is_closing():
