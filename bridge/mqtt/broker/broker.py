@@ -271,7 +271,6 @@ class Broker:
         self.set_will(session, asked.will)
         if present and session.subscriptions:
             self.router.forget_routes()  # its rules may have changed
-            self._drop_unreadable(session)
 
         def journaled(_error: StreamError | None) -> None:
             if session.line is inbox.line:
