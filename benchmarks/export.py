@@ -193,6 +193,7 @@ class Gateway:
             export=ExportSettings(threads=threads, plugin_dirs=[]),
             aws=AwsSettings(),
             append_status=lambda name, payload: None,
+            clock=self.store.clock,
         )
         self.manager = StreamManager(self.store, load(), self.exports)
 

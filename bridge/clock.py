@@ -4,12 +4,13 @@ Two readings, both in ms:
     wall    Unix time. It stamps messages. It may be wrong: 1970 at boot, then stepped by NTP
     now     the age timeline. It only moves forward, at the speed of CLOCK_BOOTTIME (which counts suspend),
             whatever the wall clock does. All time limits use it: time to live, maximum age, deduplication
-            window, expiry of sessions and messages, will delay
+            window, expiry of sessions and messages, will delay, and how long an export collects messages
 
 The timeline survives restarts by an anchor in the file `clock`: one moment on all clocks. It is written at
 the first start of each boot, once everything stored was observed; when the clock is stepped or becomes
-synchronised; every 10 minutes while messages arrive; and at a clean stop that long after the last one. An
-idle gateway does not write it. When a data directory is opened, there are three cases:
+synchronised; every 10 minutes while messages arrive, or wait for an export or a consumer; and at a clean stop
+that long after the last one. An idle gateway does not write it. When a data directory is opened, there are
+three cases:
 
     same boot      the anchor has the current boot id. CLOCK_BOOTTIME has counted all of the time between
     other boot     the difference of the wall clock counts if it is positive and the wall clock was
@@ -97,6 +98,18 @@ class Anchor(msgspec.Struct, frozen=True):
     synchronised: bool
 
 
+class Timeline:
+    """The age timeline in another process of the gateway; `offset` is that of the `Clock`, in ms."""
+
+    def __init__(self) -> None:
+        self.offset = 0
+        self._boottime = System().boottime
+
+    def now(self) -> int:
+        """The age timeline, in ms."""
+        return self._boottime() // _MS + self.offset
+
+
 class Deadline:
     """A moment on the age timeline. `at` is in seconds."""
 
@@ -163,6 +176,11 @@ class Clock:
         """The id of this boot; empty if unknown."""
         return self._system.boot
 
+    @property
+    def offset(self) -> int:
+        """By how much the timeline is ahead of CLOCK_BOOTTIME, in ms: see `Timeline`."""
+        return self._offset
+
     def deadline(self, seconds: float) -> Deadline:
         """The moment so many seconds from now."""
         return Deadline(self, self.now() / 1000 + seconds)
@@ -183,7 +201,7 @@ class Clock:
     def watch(self, *, active: bool = False) -> bool:
         """Check the wall clock and log changes; returns whether `save` is due.
 
-        `active`: something was stored since the last anchor, or the service stops.
+        `active`: something was stored since the last anchor, messages wait, or the service stops.
         """
         boottime, wall = self._boottime() // _MS, self.wall()
         jumped = wall - boottime - self._shift

@@ -111,8 +111,8 @@ def _contents(directory: Path, *, wanted: bool) -> dict[str, Any]:
             oldest, end = reader.bounds()
             messages, size = end - oldest - reader.dropped(oldest, end), reader.total_bytes()
             lost = reader.lost()
-            firsts = [reader.time_of(number, end) for number in (oldest, end - 1) if oldest < end]
-            times = [first[1] for first in firsts if first is not None]
+            firsts = [reader.moment_of(number, end) for number in (oldest, end - 1) if oldest < end]
+            times = [first.time for first in firsts if first is not None]
             encrypted, unencrypted, is_sealed = reader.encryption()
     return {
         "messages": messages,

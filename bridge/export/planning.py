@@ -26,6 +26,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
+from bridge.clock import Timeline
 from bridge.encryption import Keys
 from bridge.filtered import MAX_SPAN
 from bridge.plugin.api import Batching, BatchLimits, ExportConfig, Record
@@ -49,8 +50,16 @@ Transform = Callable[[list[Record], str, ExportConfig, TransformState], list[Rec
 class Source:
     """A stream in the worker. The main thread updates the numbers when messages are committed."""
 
-    def __init__(self, name: str, directory: Path, epoch: int, keys: Keys | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        epoch: int,
+        keys: Keys | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
         self.name, self.directory, self.epoch, self.keys = name, directory, epoch, keys
+        self.timeline = timeline or Timeline()
         self.encrypted = False  # what new segments are
         self.revision = 0  # of the definition of its exports
         self.loses_tail = True  # a power cut may take messages that were exported
@@ -154,13 +163,13 @@ class Planner:
         """`position`, or where newer messages begin if the message there has waited for too long.
 
         That is for more than `millis` longer than the batch may wait. The newest message is always recent. A
-        message from the future counts as old: only the wall clock can tell, and it was stepped.
+        message from the future counts as old: its stream was copied from another gateway.
         """
         longest, end = (self._batching.millis or 0) + millis, self._source.next
 
         def is_recent(number: int) -> bool:
-            found = self._read(number, end, 1, 1)
-            return not found or abs(time.time_ns() // 1_000_000 - found[0].ingest_time) <= longest
+            found = self._stream().moment_of(number, end)
+            return found is None or abs(self._source.timeline.now() - found.age) <= longest
 
         if position >= end or is_recent(position):
             return position
@@ -358,14 +367,14 @@ class Planner:
             return True
         now = time.monotonic()
         if self._count_from != position:
-            oldest = self._read(position, end, 1, 1)
-            if not oldest:
+            oldest = self._stream().moment_of(position, end)
+            if oldest is None:
                 return True
-            # By the wall clock, but never longer than the interval, whatever the clock does.
-            left = oldest[0].ingest_time + millis - time.time_ns() // 1_000_000
+            # A stream that was copied from another gateway may have messages from the future.
+            left = oldest.age + millis - self._source.timeline.now()
             self._full_at = now + min(max(left, 0), millis) / 1000
             self._count_from = position
-            self._counted_to = oldest[0].sequence_number
+            self._counted_to = oldest.number
             self._count = self._size = 0
         if now >= self._full_at:
             return True

@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 
 from bridge import frames, logs, process
+from bridge.clock import Clock
 from bridge.encryption import Keys
 from bridge.export import wire
 from bridge.export.cursor import forget_others, forget_stream, highest_exported, stored_status
@@ -82,15 +83,17 @@ class ExportSupervisor:
         export: ExportSettings,
         aws: AwsSettings,
         append_status: Callable[[str, bytes], Awaitable[object] | None],
+        clock: Clock,
         damaged: Callable[[str, str], None] | None = None,
         tuning: wire.Tuning | None = None,
         keys: Keys | None = None,
     ) -> None:
         """`append_status` appends to a stream, or raises; if it returns an awaitable, the message counts
-        as appended after that. `damaged` is called with (stream, detail) when stored data failed its check.
+        as appended after that. `clock` is that of the data directory. `damaged` is called with
+        (stream, detail) when stored data failed its check.
         """
         self._data_dir, self._gateway, self._export, self._aws = data_dir, gateway, export, aws
-        self._append_status, self._damaged = append_status, damaged
+        self._append_status, self._clock, self._damaged = append_status, clock, damaged
         self._tuning = tuning or wire.Tuning()
         self._keys = keys or Keys(data_dir)
         self._streams: dict[str, _Stream] = {}
@@ -395,7 +398,7 @@ class ExportSupervisor:
                 self._send(stream.define)
         for name in moved:
             if (stream := self._streams.get(name)) is not None:
-                self._send(wire.Committed(name, stream.oldest, stream.next))
+                self._send(wire.Committed(name, stream.oldest, stream.next, self._clock.offset))
 
     # --- from the worker
 

@@ -91,11 +91,15 @@ class Forget(WorkerMessage, frozen=True, array_like=True, tag=True):
 
 
 class Committed(WorkerMessage, frozen=True, array_like=True, tag=True):
-    """To the worker: messages below `next_sequence` may be exported."""
+    """To the worker: messages below `next_sequence` may be exported.
+
+    `age_offset` is that of the age timeline (`bridge.clock.Timeline`).
+    """
 
     name: str
     oldest: int
     next_sequence: int
+    age_offset: int
 
 
 class Appended(WorkerMessage, frozen=True, array_like=True, tag=True):

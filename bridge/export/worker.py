@@ -32,6 +32,7 @@ from types import MappingProxyType
 import msgspec
 
 from bridge import frames, process
+from bridge.clock import Timeline
 from bridge.durable import make_directory
 from bridge.encryption import Keys
 from bridge.errors import InvalidRequest
@@ -64,6 +65,7 @@ class Worker:
         self._connection = connection
         self._sending = threading.Lock()
         self._frames = frames.Frames(wire.TO_WORKER)
+        self._timeline = Timeline()
         self._sources: dict[str, Source] = {}
         self._changed_streams: set[str] = set()
         self._broken: dict[str, list[ExportStatus]] = {}  # exports whose configuration no plugin accepts
@@ -206,7 +208,8 @@ class Worker:
 
     def _handle(self, message: wire.WorkerMessage) -> None:
         match message:
-            case wire.Committed(name, oldest, following):
+            case wire.Committed(name, oldest, following, age_offset):
+                self._timeline.offset = age_offset
                 source = self._sources.get(name)
                 if source is not None:
                     source.oldest, source.next = oldest, max(source.next, following)
@@ -232,7 +235,7 @@ class Worker:
             source = None
         if source is None:
             source = self._sources[message.name] = Source(
-                message.name, message.directory, message.epoch, self._keys
+                message.name, message.directory, message.epoch, self._keys, self._timeline
             )
             source.loses_tail = not message.flush
         source.loses_tail |= not message.flush  # of the time before, something may not be synced yet

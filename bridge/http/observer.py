@@ -424,11 +424,11 @@ def _times_of(wanted: Mapping[Key, Number]) -> dict[Key, tuple[int, int]]:
     for key, (directory, number, end) in wanted.items():
         try:
             with closing(StreamReader(directory)) as reader:
-                first = reader.time_of(number, end)
+                first = reader.moment_of(number, end)
         except (OSError, CorruptData):
             continue
         if first is not None:
-            found[key] = (number, first[1])
+            found[key] = (number, first.time)
     return found
 
 

@@ -186,6 +186,7 @@ class Service:
                 export=config.export,
                 aws=config.aws,
                 append_status=self._append_status,
+                clock=store.clock,
                 damaged=self._damaged,
                 keys=keys,
             )

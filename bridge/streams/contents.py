@@ -135,11 +135,16 @@ class Contents:
             number = min(number, drop.first - 1)
         return number if number >= self.oldest else None
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether an export or a consumer has not passed all messages."""
+        return self.exported_upto is not None and self.exported_upto < self.next_sequence
+
     def ingest_time(self, number: int) -> int | None:
         """When a message was received, Unix time in ms; None if it cannot be read now."""
         with contextlib.suppress(OSError, CorruptData), contextlib.closing(self.reader()) as reader:
-            found = reader.time_of(number, number + 1)
-            return None if found is None else found[1]
+            found = reader.moment_of(number, number + 1)
+            return None if found is None else found.time
         return None
 
     def frames(self, start: int, end: int) -> Iterator[tuple[bytes, Frame]]:

@@ -77,6 +77,14 @@ def stream_directories(data_dir: Path) -> list[Path]:
     return [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
 
 
+class Moment(NamedTuple):
+    """When a message was stored: its number, its ingest time, and its place on the age timeline, in ms."""
+
+    number: int
+    time: int
+    age: int
+
+
 class _SegmentFile:
     """One open segment file, and the known positions of its frames."""
 
@@ -310,14 +318,14 @@ class StreamReader:
             self._part = key, (decode(data, frame), ends)
         return self._part[1]
 
-    def time_of(self, number: int, end: int) -> tuple[int, int] | None:
-        """The first message from `number` on, below `end`: its number and ingest time; None if there is none.
+    def moment_of(self, number: int, end: int) -> Moment | None:
+        """The first message from `number` on, below `end`; None if there is none.
 
         Needs no key. Raises CorruptData.
         """
         for _, frame in self.frames(number, end, opened=False):
             for first, _ in self._drops.live(max(number, frame.base), min(end, frame.next) - 1):
-                return first, frame.time
+                return Moment(first, frame.time, frame.age)
         return None
 
     def encryption(self) -> tuple[int, int, bool]:
@@ -405,9 +413,9 @@ def first_since(reader: StreamReader, low: int, high: int, millis: int) -> int:
     """The first number whose message is not older than `millis`; ingest times grow with the numbers."""
     while low < high:
         middle = (low + high) // 2
-        found = reader.time_of(middle, high)
-        if found is not None and found[1] < millis:
-            low = found[0] + 1
+        found = reader.moment_of(middle, high)
+        if found is not None and found.time < millis:
+            low = found.number + 1
         else:
             high = middle
     return low

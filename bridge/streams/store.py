@@ -404,7 +404,7 @@ class StreamStore:
                         self._on_event(stream.name, f"{stream.home}: cannot reserve numbers: {error}")
             await self.committer.sync(stream for stream in streams if not stream.settings.memory)
             numbers = sum(stream.next_sequence for stream in streams)
-            if self.clock.watch(active=numbers != known):
+            if self.clock.watch(active=numbers != known or any(stream.is_awaited for stream in streams)):
                 known = numbers
                 await asyncio.to_thread(self.clock.try_save)
 

@@ -19,6 +19,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from bridge import Context, objectkeys
+from bridge.clock import System
 from bridge.export.settings import ExportSettings
 from bridge.export.supervisor import ExportSupervisor, highest_exported
 from bridge.export.wire import Tuning
@@ -96,8 +97,13 @@ async def until(
 
 
 @asynccontextmanager
-async def running(root: Path, *, tuning: Tuning = FAST, **settings: Any) -> AsyncIterator[Gateway]:
-    """A gateway on the data directory `root/data`, with drop-in plugins from `root/plugins`."""
+async def running(
+    root: Path, *, tuning: Tuning = FAST, system: System | None = None, **settings: Any
+) -> AsyncIterator[Gateway]:
+    """A gateway on the data directory `root/data`, with drop-in plugins from `root/plugins`.
+
+    `system` has other clocks than the machine; the worker uses the machine's.
+    """
     settings.setdefault("allow", Allow(directories=[root]))
     data_dir, drop_in = root / "data", root / "plugins"
     drop_in.mkdir(exist_ok=True, mode=0o755)
@@ -108,6 +114,7 @@ async def running(root: Path, *, tuning: Tuning = FAST, **settings: Any) -> Asyn
         root / "memory",
         on_event=lambda stream, what: None,
         floor=lambda name, epoch: highest_exported(data_dir, name, epoch) + 1,
+        system=system,
     )
     exports = ExportSupervisor(
         data_dir,
@@ -115,6 +122,7 @@ async def running(root: Path, *, tuning: Tuning = FAST, **settings: Any) -> Asyn
         export=export,
         aws=AwsSettings(),
         append_status=lambda name, payload: gateway.append_status(name, payload),
+        clock=store.clock,
         damaged=lambda name, what: gateway.heal(name),
         tuning=tuning,
     )

@@ -15,6 +15,7 @@ import pytest
 
 from bridge.errors import InvalidRequest
 from tests.export.harness import drop_in, numbers, recorded, running, until
+from tests.fakes.clock import DAY, Shifted
 
 
 def to(root: Path, name: str = "out", **more: Any) -> dict[str, Any]:
@@ -88,6 +89,51 @@ def test_the_interval_counts_from_the_oldest_waiting_message(recorder: Path) -> 
             assert recorded(recorder / "out")[1][3] - began >= 0.55
 
     asyncio.run(scenario())
+
+
+YEAR = 365 * DAY
+
+
+@pytest.mark.parametrize("stepped", [YEAR, -56 * YEAR], ids=["set back", "set forward from 1970"])
+@pytest.mark.parametrize("boot", ["the same", "another"])
+def test_the_interval_counts_the_time_that_has_passed_whatever_the_wall_clock_does(
+    recorder: Path, stepped: float, boot: str
+) -> None:
+    machine = Shifted("the same")
+    machine.sleep(-5000)
+    machine.step(stepped)  # until the service starts again
+
+    def export(name: str, seconds: float) -> dict[str, Any]:
+        return {"recorder": [to(recorder, name, lingerMillis=int(seconds * 1000))]}
+
+    async def first() -> None:
+        async with running(recorder, system=machine) as gateway:
+            gateway.create("old", export("old", 4000))
+            await gateway.append("old", b"x")
+            machine.sleep(3000)
+            gateway.create("young", export("young", 4000))
+            await gateway.append("young", b"x")
+            machine.sleep(2000)
+
+    async def second() -> None:
+        async with running(recorder, system=Shifted(boot, synchronised=False)) as gateway:
+
+            def left() -> float:
+                return float(gateway.status("young").next_attempt_time) / 1000 - time.time()
+
+            await gateway.exported("old", 0)
+            await until(lambda: 1000 < left() <= 2000)
+            killed = gateway.exports.pid
+            assert killed is not None
+            os.kill(killed, signal.SIGKILL)
+            await until(lambda: gateway.exports.pid not in (None, killed) and 1000 < left() <= 2000)
+            gateway.update("young", export("young", 3000))
+            await until(lambda: 0 < left() <= 1000)
+            gateway.update("young", export("young", 2000))
+            await gateway.exported("young", 0)
+
+    asyncio.run(first())
+    asyncio.run(second())
 
 
 def test_the_bandwidth_ceiling_holds_over_all_exports(recorder: Path) -> None:

@@ -9,8 +9,9 @@ operation. In a year, the supervision's heart beats once an hour.
 `Many`: whatever fails, each message that was acknowledged is in one object, under its number; and while
 nothing fails, no export waits longer than all of them together take.
 
-`Year`: no message waits longer for its object than `time_hint_millis`, also over a restart, and no object
-comes early.
+`Year`: no message waits longer for its object than `time_hint_millis`, also over restarts of the gateway and
+its worker, reloads and steps of the wall clock, and no object comes early. At a boot at which the time
+without power is not known, that time does not count, nor what has passed since the last anchor of the clock.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ LEAP_YEAR = datetime(2028, 1, 1, tzinfo=UTC).timestamp()
 LEAP_DAY = "/date=2028-02-29/"
 REQUESTS = 0.12  # s that the requests of one batch take, at most
 SLACK = 3.0  # s
+LOOK = 600.0  # s between two looks of the store at its streams and at the clock, at most
 
 
 class Stored(NamedTuple):
@@ -116,7 +118,8 @@ class Gateway(World):
             export=ExportSettings(plugin_dirs=[], threads=self._threads),
             aws=AwsSettings(),
             append_status=self._refuse,
-            tuning=Tuning(beat=self._beat, silence=4 * self._beat + 30),
+            clock=store.clock,
+            tuning=Tuning(beat=self._beat, silence=6 * self._beat + 30),  # idle, it beats a fifth as often
         )
         from . import product
 
@@ -126,7 +129,7 @@ class Gateway(World):
             if name not in store.streams:
                 manager.create(self._definition(name, settings))
         self._tasks = [
-            asyncio.ensure_future(store.keep(self._beat)),
+            asyncio.ensure_future(store.keep(min(self._beat, LOOK))),
             asyncio.ensure_future(self._refresh(manager)),
         ]
 
@@ -163,6 +166,9 @@ class Gateway(World):
     async def _append(self, name: str, payloads: list[bytes]) -> None:
         try:
             numbers = await self.manager.append_all(name, payloads)
+            clock = self.manager.store.clock
+            if clock.watch(active=True):  # what a service does within a second
+                clock.try_save()
             now = self.kernel.now
             self.stored += [Stored(name, n, one, now) for n, one in zip(numbers, payloads, strict=True)]
         finally:
@@ -298,14 +304,33 @@ class Year(Gateway):
 
     HINTS = (1.0, 300.0, HOUR, DAY)  # s
     BACKOFF = 300.0  # s between two attempts, at most
+    RESTART = 5.0  # s until the next worker exports
+    ANCHOR = 600.0 + LOOK  # s that a power cut may take from the age of a message: see `bridge.clock`
 
-    def __init__(self, seed: int, place: Path) -> None:
+    def __init__(self, seed: int, place: Path, *, steps: bool) -> None:
+        """`steps`: whether the wall clock is stepped, and begins in 1970 at some boots, until NTP sets it."""
+        self.steps = steps
         streams = {f"h{n}": {"timeHintMillis": int(hint * 1000)} for n, hint in enumerate(self.HINTS)}
         super().__init__(seed, place, streams, HOUR, 2)
+        self.plan = replace(self.plan, ntp=not steps)
         self.troubles_of_link: list[float] = []  # when the link was up again
+        self.worker_ends: list[float] = []
+        self.corrected: list[float] = []  # when NTP has set the clock
+        self.uncounted: list[tuple[float, float]] = []  # from and to, at boots
 
     def _set_clock(self) -> None:
-        MACHINE.wall, MACHINE.synchronised = LEAP_YEAR, True
+        """A boot: NTP is there from the start, or later."""
+        if self.steps and self.kernel.now and self.random.random() < 0.5:
+            self._unsynchronised(-self.kernel.now)
+        else:
+            MACHINE.wall, MACHINE.synchronised = LEAP_YEAR, True
+
+    def _unsynchronised(self, wall: float) -> None:
+        MACHINE.wall, MACHINE.synchronised = wall, False
+
+    def _do_clock(self, seconds: float) -> None:
+        """Somebody sets the clock, so that it no longer is synchronised."""
+        self._unsynchronised(max(MACHINE.wall + seconds, -self.kernel.now))
 
     def run(self) -> None:
         os.environ["TZ"] = "Europe/Berlin"  # with clock changes: nothing may depend on it
@@ -315,28 +340,65 @@ class Year(Gateway):
         while self.kernel.now < began + 366 * DAY:
             self.append(random.choice(list(self.streams)), random.choice((1, 3)))
             self.kernel.pass_time(random.expovariate(1 / (6 * HOUR)))
-            if random.random() < 0.03:
-                self.ends(random.choice(("kill", "cut")), random.random() * random.choice((10, 2 * HOUR)))
+            if random.random() < 0.05:
+                self._restarts()
             if random.random() < 0.02:
                 self._do_link(True)
                 self.kernel.pass_time(random.random() * 12 * HOUR)
                 self._do_link(False)
                 self.troubles_of_link.append(self.kernel.now)
+            if self.steps and random.random() < 0.1:
+                self._sets_clock()
         self.all_arrive(2 * DAY)
-        if not any(LEAP_DAY in key for key in self.objects):
+        if not any(LEAP_DAY in key for key in self.objects) and not self.steps:
             raise BrokenError("no object has the leap day in its name")
         self._nothing_is_late()
         self._nothing_is_early()
 
+    def _restarts(self) -> None:
+        random = self.random
+        match random.choice(("kill", "cut", "worker", "worker", "update")):
+            case "kill" | "cut" as what:
+                since, known = self.kernel.now, MACHINE.synchronised and not self._was_wrong_lately()
+                self.ends(what, random.random() * random.choice((10, 2 * HOUR)))
+                if what == "cut" and not (known and MACHINE.synchronised):
+                    self.uncounted.append((since, self.kernel.now))
+            case "worker":
+                self._do_worker(0.0, "s later")
+                self.worker_ends.append(self.kernel.now)
+            case "update":
+                self.update(
+                    random.choice(list(self.streams)), reportIntervalMillis=random.randint(1, 7_200_000)
+                )
+
+    def _was_wrong_lately(self) -> bool:
+        """Whether the newest anchor may be of a time at which the clock was not synchronised."""
+        return bool(self.corrected) and self.kernel.now < self.corrected[-1] + self.ANCHOR
+
+    def _sets_clock(self) -> None:
+        if MACHINE.synchronised or self.random.random() < 0.3:
+            self._do_clock(self.random.choice((-1, 1)) * self.random.choice((0.5, HOUR, HOUR, 400 * DAY)))
+        else:
+            self.corrected.append(self.kernel.now)
+            MACHINE.wall, MACHINE.synchronised = LEAP_YEAR, True
+
     def _hint(self, stream: str) -> float:
         return self.HINTS[int(stream[1:])]
 
+    def _due(self, one: Stored) -> float:
+        """When a message is old enough, at the latest."""
+        due = one.at + self._hint(one.stream)
+        for since, until in self.uncounted:
+            if one.at < until and since < due:
+                due += until - since + min(self.ANCHOR, max(since - one.at, 0.0))
+        return due
+
     def _nothing_is_late(self) -> None:
         for one in self.stored:
-            at, hint = self.arrived[one.stream, one.number], self._hint(one.stream)
-            due = one.at + hint
+            at, due = self.arrived[one.stream, one.number], self._due(one)
             for again, wait in (
                 (self.starts, 0.0),
+                (self.worker_ends, self.RESTART),
                 (self.troubles_of_link, self.BACKOFF),
             ):
                 if last := bisect_right(
@@ -366,7 +428,8 @@ def run(seed: int, place: Path) -> int:
 
     made = {
         "hundreds of exports": lambda: Many(seed, Path()),
-        "a year": lambda: Year(seed, Path()),
+        "a year": lambda: Year(seed, Path(), steps=False),
+        "a year of clock steps": lambda: Year(seed + 1, Path(), steps=True),
     }
     runs.ready(place)
     broken = 0

@@ -68,5 +68,5 @@ def test_hundreds_of_exports_and_a_leap_year_of_them_lose_nothing_and_nothing_co
     print(ended.stdout)  # with the seed, which is new each time
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert [line.partition(",")[0] for line in ended.stdout.splitlines()] == [
-        "hundreds of exports", "a year",
+        "hundreds of exports", "a year", "a year of clock steps",
     ]  # fmt: skip
