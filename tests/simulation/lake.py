@@ -51,7 +51,7 @@ class LakeChecks:
         self._used = True
         self._begun += 1
         number = self._begun
-        faults = RunFaults(0.002, 0.005, 0.002, 0.002, 0.05, unanswered=0.2)
+        faults = RunFaults(0.002, 0.005, 0.002, 0.002, 0.05, unanswered=0.3)
         try:
             ended = self._run(faults=faults, full_every=self._random.choice((0, 0, 20)))
             self._is_right(ended, alone=self._begun == number)
@@ -66,7 +66,7 @@ class LakeChecks:
             before, last = last, _kind(point)
             if self._running > 1:
                 return
-            if last == "commit again" and self._random.random() < 0.6:  # it takes long to be given up
+            if last == "commit again" and self._random.random() < 0.8:  # it takes long to be given up
                 self._long_meanwhile(("run", "run", "run, and tend"))
             elif last != before and self._random.random() < LASTS:
                 self._long_meanwhile(("run", "run", "run", "tend", "tend", "harm", ""))

@@ -115,6 +115,17 @@ def calm(plan: Plan, random: Random, device: int) -> list[Step]:
     ]
 
 
+def failed(plan: Plan, random: Random, device: int) -> list[Step]:
+    """A sync in the background fails; nothing else is published, and long after, the power goes."""
+    family = random.choice(("plain", "ring", "aged"))
+    return [
+        Step("pause", (2,)),
+        Step("publish", (device, random.choice((5, 20)), family, 1), random.choice((0.01, 0.05))),
+        Step("syncs", (1, f"/{family}"), 3.0),
+        end(plan, random, cuts=0.9),
+    ]
+
+
 def soon(plan: Plan, random: Random, device: int) -> list[Step]:
     """The power goes soon after a start."""
     what = "cut" if plan.cuts else "kill"
@@ -138,6 +149,21 @@ def snapshot(plan: Plan, random: Random, device: int) -> list[Step]:
         end(plan, random),
         Step("publish", ((device + 1) % 3, 5, family, 2), 0.1),
         Step("slow", (0,)),
+    ]
+
+
+def behind(plan: Plan, random: Random, device: int) -> list[Step]:
+    """A message waits behind a slow sync of its stream, the journal begins anew, and the service ends."""
+    family, other = random.choice(SYNCED), (device + 1) % 3
+    return [
+        Step("lag", (random.choice((2, 4)), f"/{family}")),
+        Step("publish", (other, 2, family, 1), random.choice((0.01, 0.1))),
+        Step("publish", (device, 5, family, 2), random.choice((0.01, 0.1))),
+        Step("refuse", (1, "sessions")),
+        _publish(random, (device + 2) % 3, "live", 2)._replace(wait=1.0 + random.random() * 0.3),
+        end(plan, random, cuts=0.2),
+        Step("lag", (0, "")),
+        _publish(random, device, family, 2),
     ]
 
 
@@ -359,8 +385,8 @@ TRIED = (
     "ackMessages", "listStreams", "PUBLISH", "SUBSCRIBE",
 )  # fmt: skip
 SCENES: dict[Scene, float] = {
-    release: 2, half: 2, back: 2, again: 2, calm: 1.5, soon: 1, snapshot: 1.5, rotation: 1.5, tail: 1.5,
-    over: 2,
+    release: 2, half: 2, back: 2, again: 2, calm: 1.5, failed: 1, soon: 1, snapshot: 1, behind: 1,
+    rotation: 2, tail: 1.5, over: 2,
     backlog: 2, dead: 1.5, flood: 1.5, withdrawn: 1.5, rights: 1.5, hoard: 1, room: 1,
     labour: 2.5, shared: 2, topical: 1, missing: 1, lake: 2,
 }  # fmt: skip

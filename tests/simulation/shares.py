@@ -78,7 +78,6 @@ class ShareChecks:
 
     def _prefers_those_who_are_there(self) -> None:
         here, gone = self.world.members
-        since = max(self.world.cuts, default=-1.0) + 0.5
         others = [(one, other) for one in self.world.crowd for other in (here, gone)]
         for one, other in ((here, gone), (gone, here), *others):
             early = {each.payload for each in other.got}
@@ -86,7 +85,7 @@ class ShareChecks:
                 message = self._checks.message(payload)
                 if message is None or payload in early or message.acked is None or len(message.sent) > 1:
                     continue
-                if message.sent[0] < since:
+                if any(message.sent[0] - 0.5 < cut < at for cut in self.world.cuts):
                     continue
                 came = max((span[0] for span in one.spans if span[0] <= at), default=at)
                 was_away = all(not (a < came and b > message.sent[0] - 0.1) for a, b in one.spans)
