@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from bridge.errors import ConfigError
 from bridge.mqtt.settings import ListenerLimits, ListenerTable, MqttConfig, TlsSettings
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5
+from bridge.net import proxyheader
 
 from .harness import Bridge, Client, Packet, bridge_test, connect, publish, subscribe, until
 from .test_access import open_tls, with_bridge
@@ -352,3 +355,41 @@ def test_without_listen_a_listener_is_the_only_one_and_what_makes_no_sense_is_re
     assert (first.name, second.name) == ("", "a")
     with pytest.raises(ValueError, match="listen"):
         MqttConfig(listen=[])
+
+
+def test_clients_that_come_when_there_are_no_descriptors_are_accepted_once_there_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The event loop accepts the clients of TCP and TLS, and code of ours those behind a proxy."""
+    authority = Authority(tmp_path / "ca")
+    pair = authority.issue("server")
+    tls = TlsSettings(cert=pair.cert, key=pair.key)
+    table = [
+        ListenerTable(name="tls", listen=["tls://127.0.0.1:0"], tls=tls, allow_anonymous=True),
+        ListenerTable(name="proxied", listen=ANY, proxy_protocol=["127.0.0.1"], allow_anonymous=True),
+    ]
+
+    async def test(bridge: Bridge) -> None:
+        trusted = ssl.create_default_context(cafile=str(authority.cert))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        waiting = [socket.socket() for _ in range(3)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            for number, sock in enumerate(waiting):
+                sock.connect(("127.0.0.1", bridge.port_of(number)))
+            await until(lambda: "Too many open files" in caplog.text)  # the proxy's, in the same turn
+            assert bridge.stat("accepted") == 0
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await until(lambda: bridge.stat("connections") == 3)
+        for number, sock in enumerate(waiting):
+            sock.setblocking(False)
+            secure: dict[str, Any] = {"ssl": trusted, "server_hostname": "127.0.0.1"} if number == 1 else {}
+            client = Client(*await asyncio.open_connection(sock=sock, **secure))
+            if number == 2:
+                client.send(proxyheader.SIGNATURE + b"\x20\0\0\0")  # for itself: a check, as proxies do
+            await client.connect(f"c{number}")
+            client.disconnect()
+        await until(lambda: bridge.stat("connections") == 0)
+
+    with_bridge(tmp_path, test, listener=table)
