@@ -36,7 +36,7 @@ from bridge.greengrass import operations, wire
 from bridge.greengrass.wire import HEADER, Op, ResponseStatus
 from bridge.net.addresses import network_of
 from bridge.net.flow import Flow
-from bridge.net.limits import keep_alive
+from bridge.net.limits import descriptor_of
 from bridge.operations.catalog import READ, Found
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Connection(Flow):
             self._front.bounds.handshake, self.end, "no whole Connect in time"
         )
         self._front.connections.add(self)
-        if refused := self._front.limits.enter(self.host, keep_alive(transport)):
+        if refused := self._front.limits.enter(self.host, descriptor_of(transport)):
             self._front.counts["refused_limit"] += 1
             self.end(f"refused: {refused}; see [greengrass] connections")
         else:

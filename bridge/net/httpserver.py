@@ -46,7 +46,7 @@ import msgspec
 from bridge.net.addresses import host_and_port, network_of
 from bridge.net.flow import Flow
 from bridge.net.guests import Guests
-from bridge.net.limits import ConnectionLimits, keep_alive
+from bridge.net.limits import ConnectionLimits, descriptor_of
 from bridge.net.listening import Listening, listen
 from bridge.net.tlslayer import Handshakes, TlsLayer
 
@@ -263,7 +263,7 @@ class HttpConnection(Flow):
         self.transport = cast("asyncio.Transport", transport)
         self._timer = self._loop.call_later(self._limits.head_timeout, self.finish, LINGER)
         self._server.connections.add(self)
-        descriptor = keep_alive(transport)
+        descriptor = descriptor_of(transport)
         self.address = str((transport.get_extra_info("peername") or ("local",))[0])
         if self._server.counted.enter(self.address, descriptor):
             self.transport.abort()

@@ -10,18 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import socket
 from collections import Counter
 
 from bridge.net.addresses import network_of
 
 SPARE_DESCRIPTORS = 200
-KEEP_ALIVE = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 120),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 20),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
-)
 
 
 class ConnectionLimits:
@@ -71,12 +64,7 @@ class ConnectionLimits:
             del self._by_network[network]
 
 
-def keep_alive(transport: asyncio.BaseTransport) -> int:
-    """Turn on TCP keep-alive; returns the socket's descriptor, -1 without a socket."""
+def descriptor_of(transport: asyncio.BaseTransport) -> int:
+    """The number of a connection's socket, -1 without a socket."""
     sock = transport.get_extra_info("socket")
-    if sock is None:
-        return -1
-    if sock.family != socket.AF_UNIX:
-        for level, option, value in KEEP_ALIVE:
-            sock.setsockopt(level, option, value)
-    return int(sock.fileno())
+    return -1 if sock is None else int(sock.fileno())

@@ -12,6 +12,13 @@ from typing import Any
 from bridge.errors import ConfigError
 
 BACKLOG = 4096  # connections that wait in the kernel to be accepted, as far as its somaxconn permits
+# For peers that vanish. Accepted sockets have the options of the listening one (on Linux).
+KEEP_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 120),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 20),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+)
 
 
 class Listening:
@@ -74,6 +81,8 @@ def _bound(option: str, host: str, port: int, found: Iterable[Any]) -> Listening
                     raise
                 continue
             sockets[-1].setblocking(False)
+            for level, name, value in KEEP_ALIVE:
+                sockets[-1].setsockopt(level, name, value)
         if not sockets:
             raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
     except OSError as error:

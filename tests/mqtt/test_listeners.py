@@ -26,6 +26,7 @@ from .harness import Bridge, Client, Packet, bridge_test, connect, publish, subs
 from .test_access import open_tls, with_bridge
 
 ANY = ["tcp://127.0.0.1:0"]
+PROXY_CHECK = proxyheader.SIGNATURE + b"\x20\0\0\0"  # the header of a proxy that speaks for itself
 LASTING = {p.SESSION_EXPIRY: 1000}
 
 
@@ -387,9 +388,29 @@ def test_clients_that_come_when_there_are_no_descriptors_are_accepted_once_there
             secure: dict[str, Any] = {"ssl": trusted, "server_hostname": "127.0.0.1"} if number == 1 else {}
             client = Client(*await asyncio.open_connection(sock=sock, **secure))
             if number == 2:
-                client.send(proxyheader.SIGNATURE + b"\x20\0\0\0")  # for itself: a check, as proxies do
+                client.send(PROXY_CHECK)
             await client.connect(f"c{number}")
             client.disconnect()
         await until(lambda: bridge.stat("connections") == 0)
+
+    with_bridge(tmp_path, test, listener=table)
+
+
+@pytest.mark.parametrize("proxied", [False, True], ids=["direct", "proxied"])
+def test_the_kernel_finds_out_when_a_client_has_vanished(tmp_path: Path, proxied: bool) -> None:
+    table = [ListenerTable(name="more", listen=ANY, proxy_protocol=["127.0.0.1"] if proxied else [])]
+
+    async def test(bridge: Bridge) -> None:
+        client = await bridge.open(1)
+        client.send(PROXY_CHECK if proxied else b"")
+        await until(lambda: bridge.server.connections.open)
+        (conn,) = bridge.server.connections.open
+        sock = conn.transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        found = [
+            sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{what}"))
+            for what in ("IDLE", "INTVL", "CNT")
+        ]
+        assert found == [120, 20, 4]
 
     with_bridge(tmp_path, test, listener=table)

@@ -24,7 +24,7 @@ from bridge.net.addresses import is_within
 from bridge.net.budgets import Budget, Budgets, Meter
 from bridge.net.crl import Crls
 from bridge.net.guests import Guests
-from bridge.net.limits import ConnectionLimits, keep_alive
+from bridge.net.limits import ConnectionLimits, descriptor_of
 from bridge.net.tlslayer import Handshakes
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class Endpoint:
 
     def __init__(self, address: Address, listener: Listener) -> None:
         self.address, self.listener = address, listener
+        self._loopback = address.loopback  # each login asks
 
     @property
     def client_certificates(self) -> bool:
@@ -85,7 +86,7 @@ class Endpoint:
     @property
     def loopback(self) -> bool:
         """Whether its clients are on this machine; those of a proxy need not be."""
-        return self.address.loopback and not self.listener.proxies
+        return self._loopback and not self.listener.proxies
 
 
 class Member(Protocol):
@@ -195,7 +196,7 @@ class Connections:
 
     def accept(self, conn: Member) -> None:
         """A new connection: let it stay if there is room for it."""
-        descriptor = keep_alive(conn.transport)  # for a peer that vanishes without keep-alive of its own
+        descriptor = descriptor_of(conn.transport)
         address = self._expected.pop(conn, None)
         if address is None:
             refused = self._count(conn, conn.address, descriptor)
