@@ -7,9 +7,13 @@ have every second turn while one of them waits. A waiter that is cancelled leave
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from functools import partial
 
-Waiting = dict[str, dict[str, dict["asyncio.Future[None]", None]]]  # by network and name, in order
+# By network and name, in order. The first of a plain dict is found behind all that were removed before it.
+Turns = OrderedDict["asyncio.Future[None]", None]
+Names = OrderedDict[str, Turns]
+Waiting = OrderedDict[str, Names]
 
 
 class FairQueue:
@@ -17,7 +21,7 @@ class FairQueue:
 
     def __init__(self, at_a_time: int = 1) -> None:
         self._free = at_a_time
-        self._waiting: tuple[Waiting, Waiting] = ({}, {})  # unknown, known
+        self._waiting: tuple[Waiting, Waiting] = (OrderedDict(), OrderedDict())  # unknown, known
         self._next = 0
 
     async def wait(self, network: str, name: str = "", *, known: bool = False) -> None:
@@ -38,7 +42,7 @@ class FairQueue:
             turn.set_result(None)
             return turn
         waiting = self._waiting[known]
-        waiting.setdefault(network, {}).setdefault(name, {})[turn] = None
+        waiting.setdefault(network, OrderedDict()).setdefault(name, OrderedDict())[turn] = None
         turn.add_done_callback(partial(_left, waiting, network, name))
         return turn
 
@@ -57,10 +61,10 @@ class FairQueue:
                     return
                 turn.set_result(None)
                 # Both move to the end of their queue, if they have more waiters.
-                if (names := waiting.pop(network, None)) is not None:
-                    waiting[network] = names
-                    if (same := names.pop(name, None)) is not None:
-                        names[name] = same
+                if network in waiting:
+                    waiting.move_to_end(network)
+                    if name in waiting[network]:
+                        waiting[network].move_to_end(name)
                 return
         self._free += 1
 
@@ -71,9 +75,9 @@ def _left(waiting: Waiting, network: str, name: str, turn: asyncio.Future[None])
 
 
 def _remove(waiting: Waiting, network: str, name: str, turn: asyncio.Future[None]) -> None:
-    names = waiting.get(network, {})
-    same = names.get(name, {})
-    if turn in same:
+    names = waiting.get(network)
+    same = names.get(name) if names is not None else None
+    if names is not None and same is not None and turn in same:
         del same[turn]
         if not same:
             del names[name]
