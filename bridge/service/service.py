@@ -114,7 +114,7 @@ def run(config: Config) -> None:
     logs.setup(config.log.level, config.log.format)
     _raise_descriptors()
     process.use_short_slices()
-    process.return_freed_memory(few_heaps=False)
+    process.return_freed_memory(process.MAPPED_IF_TRIMMED, few_heaps=False)
     uvloop.run(Service(config).run())
 
 
