@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Any, Protocol
 
 import cbor2
@@ -248,7 +248,7 @@ def messages(begins: Iterable[bytes], rows: Sequence[Row]) -> list[bytes]:
     payloads = [row.payload for row in rows]
     pieces: list[bytes] = [b""] * (3 * len(rows) + 1)
     pieces[0] = head(4, len(rows))
-    pieces[1::3] = [begin for begin, _ in zip(begins, rows, strict=False)]
+    pieces[1::3] = islice(begins, len(rows))
     pieces[2::3] = map(
         _FIXED.pack,
         repeat(_NUMBER + b"\x1b"),

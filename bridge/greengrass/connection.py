@@ -397,7 +397,7 @@ class Connection(Flow):
             late = max(LATE, options.read_timeout_millis / 1000)
             found = await self._operations.call(READ, asked, self.caller, turn=self._turn)
             assert isinstance(found, Found)
-            answer = wire.read(request_id, found.stream, found.messages)
+            answer: bytes | bytearray = wire.read(request_id, found.stream, found.messages)
         except (StreamBridgeError, OSError) as error:
             answer = self._failure(Op.READ, request_id, error)
         except asyncio.CancelledError:
@@ -435,7 +435,7 @@ class Connection(Flow):
         status = error.status if isinstance(error, StreamBridgeError) else int(ResponseStatus.UNKNOWN_FAILURE)
         return wire.failure(op, request_id, status, str(error), self._version)
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, data: bytes | bytearray) -> None:
         if self._phase is not Phase.ENDING and not self.transport.is_closing():
             self.transport.write(data)
 

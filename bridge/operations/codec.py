@@ -13,9 +13,10 @@ that still does not fit becomes the error ResponsePayloadTooLarge.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import cbor2
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 ENVELOPE = 4 * 1024  # bytes of a reply besides the messages
 PER_MESSAGE = 128  # bytes of a message in a reply besides its payload, names and headers
 _DELIVERIES = cbor2.dumps("deliveries")
+_of_headers = attrgetter("headers")
 
 
 async def answer(operations: Operations, name: str, body: bytes, limit: int, caller: Identity) -> bytes:
@@ -137,8 +139,9 @@ def _encode(request_id: str, result: Result, room: int, *, in_cbor: bool) -> byt
     if isinstance(result, Found | Fetched) and in_cbor:
         head = cbor2.dumps(fields)
         opening = bytes((head[0] + 1,)) + head[1:] + cbor2.dumps("messages")
-        pieces = _found_in_cbor(result, room) if isinstance(result, Found) else _fetched_in_cbor(result)
-        return b"".join((opening, *pieces))
+        if isinstance(result, Found):
+            return _found_in_cbor(opening, result, room)
+        return b"".join((opening, *_fetched_in_cbor(result)))
     if isinstance(result, Found):
         fields["messages"] = _for_json(result, room)
     elif isinstance(result, Fetched):
@@ -187,14 +190,14 @@ def _stored(stream: str, message: StreamMessage, deliveries: int = 0) -> StoredM
     )
 
 
-def _found_in_cbor(found: Found, room: int) -> list[bytes]:
-    """A CBOR array of the messages that fit, in pieces."""
+def _found_in_cbor(opening: bytes, found: Found, room: int) -> bytes:
+    """What opens the reply, and a CBOR array of the messages that fit into `room` bytes."""
     pieces = cbor.messages(_begins(found.stream, found.messages, 5), found.messages)
-    if sum(map(len, pieces)) > room:
+    reply = b"".join((opening, *pieces))
+    if len(reply) - len(opening) > room:
         fit = _fitting(found, list(accumulate(map(len, pieces)))[3::3], room)
-        pieces[3 * fit + 1 :] = []
-        pieces[0] = cbor.head(4, fit)
-    return pieces
+        reply = b"".join((opening, cbor.head(4, fit), *pieces[1 : 3 * fit + 1]))
+    return reply
 
 
 def _fetched_in_cbor(fetched: Fetched) -> list[bytes]:
@@ -207,14 +210,17 @@ def _fetched_in_cbor(fetched: Fetched) -> list[bytes]:
     return cbor.messages(both, rows)
 
 
-def _begins(stream: str, rows: Sequence[StreamMessage], entries: int) -> list[bytes]:
+def _begins(stream: str, rows: Sequence[StreamMessage], entries: int) -> Iterable[bytes]:
     """The head and the first entries of each message's map; repeated parts are encoded once.
 
     `entries` is the number of all entries of a message without headers.
     """
     names = cbor2.dumps("streamName") + cbor2.dumps(stream) + cbor2.dumps("topic")
-    after = {topic: names + cbor2.dumps(topic.decode()) for topic in {row.topic for row in rows}}
+    topics = [row.topic for row in rows]
+    after = {topic: names + cbor2.dumps(topic.decode()) for topic in set(topics)}
     plain = {topic: cbor.head(5, entries) + begin for topic, begin in after.items()}
+    if not any(map(_of_headers, rows)):
+        return map(plain.__getitem__, topics)
     more = cbor.head(5, entries + 1)
     return [
         plain[row.topic] if not row.headers else more + after[row.topic] + _headers_in_cbor(row.headers)

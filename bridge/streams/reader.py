@@ -26,7 +26,7 @@ from bridge.streams.drops import LOSSES, DropLog, Drops
 from bridge.streams.sealing import Opener, Sealing
 from bridge.streams.segment import FRAME, HEADER, Frame, StreamMessage
 
-CHUNK = 64 * 1024  # larger ones cost a page fault for each page of every read
+CHUNK = 64 * 1024  # in a process that maps larger ones, they cost a page fault for each page of every read
 Row = TypeVar("Row")
 
 
@@ -128,11 +128,13 @@ class _SegmentFile:
     def _start(self, number: int) -> tuple[int, int]:
         """Where to start looking for a number, and how many bytes to read."""
         first, offset = self.offsets[bisect_right(self.offsets, (number, 2**63)) - 1]
-        if self.last is not None and first <= self.last[0].base <= number:
-            frame, end = self.last
-            size = frame.end - frame.start  # the next frame is often as large
-            return end if frame.next <= number else end - size, max(CHUNK, size)
-        return offset, CHUNK
+        if self.last is None:
+            return offset, CHUNK
+        frame, end = self.last
+        size = frame.end - frame.start  # the next frame is often as large
+        if first <= frame.base <= number:
+            offset = end if frame.next <= number else end - size
+        return offset, max(CHUNK, size)
 
     def opened(self, start: int, limit: int) -> Iterator[tuple[bytes, Frame]]:
         """As `frames`, decrypted; raises EncryptionKeyError."""

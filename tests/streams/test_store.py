@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import subprocess
@@ -120,6 +121,32 @@ def test_a_group_larger_than_a_segment_is_split_and_a_message_larger_than_one_ge
             assert all(size <= 1024 or size > 5000 for size in stream.log.sizes.values())
 
     run(work())
+
+
+def test_a_reader_that_goes_on_reads_a_large_group_from_the_disk_once(house: House) -> None:
+    async def work() -> None:
+        async with house.stream() as stream:
+            for _ in range(4):
+                await put(stream, *[bytes(1000)] * 200)
+            files = Sized()
+            with contextlib.closing(StreamReader(stream.directory, files, keys=house.keys())) as reader:
+                for start in (0, 200, 400, 0, 200):
+                    files.read_bytes = 0
+                    assert len(reader.read(start, end=800, max_messages=200, max_bytes=1 << 20)) == 200
+            assert files.read_bytes < 1.1 * 200 * 1000
+
+    run(work())
+
+
+class Sized(Files):
+    """Files that count the bytes of each read."""
+
+    read_bytes = 0
+
+    def read(self, fd: int, size: int, offset: int) -> bytes:
+        found = super().read(fd, size, offset)
+        self.read_bytes += len(found)
+        return found
 
 
 def test_a_read_stops_at_its_bytes_but_returns_at_least_one_message(house: House) -> None:
