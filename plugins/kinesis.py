@@ -137,13 +137,15 @@ class KinesisExporter(Exporter):
         self, data: Sequence[bytes], keys: Sequence[str | None], without: Container[int]
     ) -> list[list[int]]:
         """The messages of each record, in order."""
+        if not self.config.compression:
+            return [[n] for n in range(len(data)) if n not in without]
         found: list[list[int]] = []
         open_: dict[str | None, tuple[list[int], int]] = {}  # the last group of a key, and its size
         for n, key in enumerate(keys):
             if n in without:
                 continue
             group, size = open_.get(key, ([], 0))
-            if not group or not self.config.compression or size + len(data[n]) > PACKED:
+            if not group or size + len(data[n]) > PACKED:
                 group, size = [], 0
                 found.append(group)
             group.append(n)
@@ -241,7 +243,7 @@ def _within_limits(data: Sequence[bytes], groups: Sequence[list[int]]) -> Iterat
     request: list[list[int]] = []
     size = 0
     for group in groups:
-        more = sum(len(data[n]) for n in group)
+        more = sum([len(data[n]) for n in group])
         size += more
         if size > MAX_BYTES and request:
             yield request
