@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says something of the machine, which may be busy or stand still for seconds.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 SHARE = 150.0  # seconds
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)

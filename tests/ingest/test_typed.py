@@ -108,7 +108,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(TEXTS, min_size=1, max_size=5), st.booleans())
 @example([b'{"a":null,"a":1}', b'{"d" :1,"d":2}', b'{"r":{"a":1,"a":2}}'], False)
 @example([b'{"i":9223372036854775808}', b'{"d":9007199254740993}', b'{"d":1e400}', b'{"d":-0.0}'], True)
@@ -172,7 +172,7 @@ TRAPS = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(FITTING, max_size=6), st.lists(TRAPS, max_size=2), st.randoms(), st.booleans())
 @example([b'{"d":1}{"d":2}', b""], [], Random(0), True)
 @example([b'{"s":"x', b'{"}'], [], Random(0), False)
@@ -336,7 +336,7 @@ def test_cbor_may_have_numbers_that_json_lacks() -> None:
     assert reasons == [None, "an object has a key twice", "not CBOR"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(VALUES.filter(lambda value: "\\ud800" not in json.dumps(value)), st.booleans())
 def test_any_cbor_has_the_value_of_its_json(value: Any, indefinite: bool) -> None:
     payload = cbor2.dumps(value)

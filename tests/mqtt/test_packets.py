@@ -22,7 +22,7 @@ LEVELS = st.sampled_from((packets.V311, packets.V5))
 
 
 @given(st.binary(max_size=300), LEVELS)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_any_bytes_are_read_or_are_a_protocol_error(raw: bytes, level: int) -> None:
     for read in (
         lambda: packets.parse_connect(raw),

@@ -85,7 +85,7 @@ def test_the_last_number_is_stored_and_the_next_message_is_refused(
     assert (found.newest, found.problems, found.lost) == (LAST, [], [])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     first=st.integers(LAST - 40, LAST + 1),
     groups=st.lists(st.integers(1, 12), max_size=8),

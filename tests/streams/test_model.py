@@ -200,7 +200,6 @@ class Against(RuleBasedStateMachine):
 Against.TestCase.settings = settings(
     max_examples=60,
     stateful_step_count=25,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 TestTheStoreIsAPlainList = Against.TestCase
