@@ -77,7 +77,7 @@ class Gateway:
     def status(self, name: str, number: int = 0) -> Any:
         return self.exports.statuses(name)[number]
 
-    async def exported(self, name: str, upto: int, within: float = 20.0) -> None:
+    async def exported(self, name: str, upto: int, within: float = 60.0) -> None:
         """Wait until all exports of a stream have passed number `upto`."""
         await until(
             lambda: all(s.last_exported_sequence_number >= upto for s in self.exports.statuses(name)),
@@ -87,7 +87,7 @@ class Gateway:
 
 
 async def until(
-    condition: Callable[[], Any], within: float = 20.0, describe: Callable[[], str] = str
+    condition: Callable[[], Any], within: float = 60.0, describe: Callable[[], str] = str
 ) -> None:
     """Wait for a condition; fail with a description."""
     deadline = time.monotonic() + within
@@ -158,8 +158,6 @@ RECORDER = '''
     class Recorder(Exporter):
         kind = "recorder"
         Config = Config
-        timeout = 1.0
-
         def export(self, batch):
             config = self.config
             if config.fault and not (config.once and os.path.exists(config.once)):
@@ -167,7 +165,7 @@ RECORDER = '''
                     print(batch.first, batch.last, file=out)
                 if config.once:
                     open(config.once, "w").close()
-                outcome = globals()[config.fault](batch)
+                outcome = globals()[config.fault](batch, config)
                 if outcome is not None:
                     return outcome
             numbers = [record.sequence_number for record in batch.records]
@@ -175,56 +173,61 @@ RECORDER = '''
                 out.write(json.dumps([batch.first, batch.last, numbers, time.time()]) + chr(10))
             return ACCEPTED
 
-    def segfault(batch):
+    def segfault(batch, config):
         import ctypes
         ctypes.string_at(0)
 
-    def leave(batch):
+    def leave(batch, config):
         os._exit(9)
 
-    def hang(batch):
+    def until_released(batch, config):
+        """Occupy the thread until there is a file for it."""
+        while not os.path.exists(config.path + ".release"):
+            time.sleep(0.01)
+
+    def hang(batch, config):
         threading.Event().wait()
 
-    def hold(batch):
+    def hold(batch, config):
         """Hold the interpreter itself: nothing else in the process can run."""
         import re
         re.match("(a*)*b", "a" * 100)
 
-    def blow(batch):
+    def blow(batch, config):
         raise ZeroDivisionError("division by zero")
 
-    def babble(batch):
+    def babble(batch, config):
         raise RuntimeError(chr(0xdcff) + " is no letter" + chr(0x20ac) * 3000)
 
-    def wait(batch):
+    def wait(batch, config):
         raise Retry("the link is down")
 
-    def retry_too_far(batch):
+    def retry_too_far(batch, config):
         return Outcome(retry=[2], error="busy")
 
-    def reject_from_the_end(batch):
+    def reject_from_the_end(batch, config):
         return Outcome(rejected={-1: "too large"})
 
-    def reject_by_number(batch):
+    def reject_by_number(batch, config):
         return Outcome(rejected={batch.records[0].sequence_number: "too large"})
 
-    def reject_without_a_reason(batch):
+    def reject_without_a_reason(batch, config):
         return Outcome(rejected={0: ""})
 
-    def reject_in_a_list(batch):
+    def reject_in_a_list(batch, config):
         return Outcome(rejected=[0])
 
-    def retry_a_record(batch):
+    def retry_a_record(batch, config):
         return Outcome(retry=batch.records, error="busy")
 
-    def say_yes(batch):
+    def say_yes(batch, config):
         return True
 
     kept = []
 
-    def leak(batch):
+    def leak(batch, config):
         kept.append(bytearray(os.urandom(1)) * (100 << 20))
-        raise Retry("grew")
+        threading.Event().wait()
 
     @hookimpl
     def register_exporters(register):
@@ -247,6 +250,11 @@ def certificate(directory: Path, name: str) -> tuple[Path, Path]:
     command += ["-addext", "subjectAltName=IP:127.0.0.1"]
     subprocess.run(command, check=True, capture_output=True)
     return key, cert
+
+
+def attempted(path: Path) -> bool:
+    """Whether a recorder has noted an attempt in this file."""
+    return path.exists() and path.stat().st_size > 0
 
 
 def recorded(path: Path) -> list[list[Any]]:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.export.harness import Gateway, numbers, recorded, running, until
+from tests.export.harness import Gateway, attempted, numbers, recorded, running, until
 
 
 def config(root: Path, **more: Any) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def test_damage_in_a_batch_that_waits_costs_no_message_behind_it(recorder: Path)
             batch = {"batchSize": 30, "lingerMillis": 60_000}
             gateway.create("a", config(recorder, fault="wait", **batch))
             await three_groups(gateway, "a")
-            await until((recorder / "out.attempts").exists)
+            await until(lambda: attempted(recorder / "out.attempts"))
             gateway.flip("a", b"message-15")
             gateway.update("a", config(recorder, **batch))
             await gateway.exported("a", 29)

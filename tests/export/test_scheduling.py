@@ -8,13 +8,14 @@ import os
 import signal
 import socket
 import time
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bridge.errors import InvalidRequest
-from tests.export.harness import drop_in, numbers, recorded, running, until
+from tests.export.harness import attempted, drop_in, numbers, recorded, running, until
 from tests.fakes.clock import DAY, Shifted
 
 
@@ -25,24 +26,26 @@ def to(root: Path, name: str = "out", **more: Any) -> dict[str, Any]:
 def test_one_thread_serves_the_most_urgent_export_first(recorder: Path) -> None:
     async def scenario() -> None:
         async with running(recorder, threads=1) as gateway:
-            for name, priority in (("last", None), ("low", 9), ("high", 1)):
-                config = to(recorder, name, batchSize=10, disabled=True)
-                gateway.create(name, {"recorder": [config | ({"priority": priority} if priority else {})]})
-                await gateway.append(name, *(b"x" for _ in range(50)))
+            # The thread is busy until the worker has heard of all of them, and of what comes after them.
+            gateway.create("marker", {"recorder": [to(recorder, "marker")]})
+            await gateway.append("marker", b"x")
+            await gateway.exported("marker", 0)
+            gateway.create("holder", {"recorder": [to(recorder, "holder", fault="until_released")]})
+            await gateway.append("holder", b"x")
+            await until(lambda: attempted(recorder / "holder.attempts"))
             for name, priority in (("last", None), ("low", 9), ("high", 1)):
                 config = to(recorder, name, batchSize=10)
-                gateway.update(name, {"recorder": [config | ({"priority": priority} if priority else {})]})
+                gateway.create(name, {"recorder": [config | ({"priority": priority} if priority else {})]})
+                await gateway.append(name, *(b"x" for _ in range(50)))
+            gateway.update("marker", {})
+            await until(lambda: not list((recorder / "data" / "exports" / "marker").glob("*.cursor")))
+            (recorder / "holder.release").touch()
             for name in ("last", "low", "high"):
                 await gateway.exported(name, 49)
 
     asyncio.run(scenario())
     order = sorted((row[3], name) for name in ("last", "low", "high") for row in recorded(recorder / name))
-    names = [name for _, name in order]
-    # The worker hears of them one by one, so that a batch or two may go before it knows of the most urgent.
-    known = names.index("high")
-    assert known <= 3
-    low, last = 5 - names[:known].count("low"), 5 - names[:known].count("last")
-    assert names[known:] == ["high"] * 5 + ["low"] * low + ["last"] * last
+    assert [name for _, name in order] == ["high"] * 5 + ["low"] * 5 + ["last"] * 5
 
 
 def test_without_an_interval_messages_go_at_once_and_in_order(recorder: Path) -> None:
@@ -62,15 +65,15 @@ def test_without_an_interval_messages_go_at_once_and_in_order(recorder: Path) ->
 def test_a_lingering_export_waits_for_a_full_batch_or_for_age(recorder: Path) -> None:
     async def scenario() -> None:
         async with running(recorder) as gateway:
-            gateway.create("a", {"recorder": [to(recorder, batchSize=10, lingerMillis=4000)]})
+            patient = to(recorder, "patient", batchSize=10, lingerMillis=3_600_000)
+            gateway.create("a", {"recorder": [patient, to(recorder, batchSize=100, lingerMillis=1000)]})
             began = time.time()
             for _ in range(13):
                 await gateway.append("a", b"x")
-            await gateway.exported("a", 12)
-            (full, rest) = recorded(recorder / "out")
-            assert full[2] == list(range(10))
-            assert full[3] - began < 4  # full: not by age
-            assert rest[3] - began >= 4 - 0.05  # not full: by age
+            await until(lambda: numbers(recorder / "patient") == list(range(10)))  # full: not by age
+            await until(lambda: numbers(recorder / "out") == list(range(13)))
+            assert recorded(recorder / "out")[0][3] - began >= 1 - 0.05  # not full: by age
+            assert numbers(recorder / "patient") == list(range(10))
 
     asyncio.run(scenario())
 
@@ -83,7 +86,7 @@ def test_the_interval_counts_from_the_oldest_waiting_message(recorder: Path) -> 
             await gateway.exported("a", 0)  # the worker runs
             began = time.time()
             while len(recorded(recorder / "out")) < 2:  # messages that keep coming put nothing off
-                assert time.time() - began < 20
+                assert time.time() - began < 60
                 await gateway.append("a", b"x")
                 await asyncio.sleep(0.1)
             assert recorded(recorder / "out")[1][3] - began >= 0.55
@@ -142,12 +145,16 @@ def test_the_bandwidth_ceiling_holds_over_all_exports(recorder: Path) -> None:
             for name in ("a", "b"):
                 gateway.create(name, {"recorder": [to(recorder, name, batchSize=5)]})
                 await gateway.append(name, *(bytes(2000) for _ in range(50)))
-            began = time.monotonic()
             await gateway.exported("a", 49)
             await gateway.exported("b", 49)
-            assert time.monotonic() - began > 1.5  # 200 kB, the first batch at once
 
     asyncio.run(scenario())
+    # Each batch is a tenth of a second of the ceiling. A link makes up for half a second, which is five of
+    # them; of each export one is on its way, and one may have waited for the machine before it was noted.
+    at = sorted(row[3] for name in ("a", "b") for row in recorded(recorder / name))
+    assert len(at) == 20
+    for first, last in combinations(range(20), 2):
+        assert at[last] - at[first] >= (last - first - 8) * 0.1, (first, last, at)
 
 
 def test_a_dead_destination_uses_nothing_of_the_bandwidth_of_others(recorder: Path) -> None:
