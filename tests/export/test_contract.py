@@ -41,13 +41,14 @@ class LinkFaults(ExporterContract):
     faults: ClassVar = ("link_down", "no_answer", "answers_lost")
     delays: ClassVar = ("late_answers",)
     forwarder: Forwarder
-    patience: float = GIVE_UP
+    patience: float = 60
 
     @pytest.fixture
     def behind(self, request: pytest.FixtureRequest) -> Iterator[Callable[[str], str]]:
         """Put a forwarder before a URL; gives the forwarder's."""
         forwarders = []
-        self.patience = 60 if "slow" in request.node.name else GIVE_UP
+        hasty = "faults" in request.node.name or "closing" in request.node.name
+        self.patience = GIVE_UP if hasty else 60
 
         def behind(url: str) -> str:
             self.forwarder = Forwarder(url)

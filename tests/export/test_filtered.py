@@ -100,9 +100,10 @@ def test_an_object_has_the_messages_of_its_topics_and_declares_the_others(
 ) -> None:
     async def scenario() -> None:
         async with running(tmp_path) as gateway:
-            config = bucket.config(topics=["wanted/#"], format=form, timeHintMillis=1000)
-            gateway.create("a", {"s3": [config]})
+            config = bucket.config(topics=["wanted/#"], format=form)
+            gateway.create("a", {"s3": [config | {"disabled": True}]})
             await publish(gateway, "a", topics("other", "wanted/1", "other", "other", "wanted/2", "other"))
+            gateway.update("a", {"s3": [config]})
             await gateway.exported("a", 5)
             assert gateway.status("a").exported_messages_count == 2
             assert gateway.status("a").skipped_messages_count == 4
@@ -237,8 +238,10 @@ def test_a_shorter_object_after_a_smaller_hint_declares_what_it_lacks(tmp_path: 
 def test_rules_make_one_object_and_not_one_for_each_run_of_messages(tmp_path: Path, bucket: Bucket) -> None:
     async def scenario() -> None:
         async with running(tmp_path) as gateway:
-            gateway.create("a", {"s3": [bucket.config(reduce=RULES, timeHintMillis=500)]})
+            config = bucket.config(reduce=RULES)
+            gateway.create("a", {"s3": [config | {"disabled": True}]})
             await publish(gateway, "a", readings(2000))
+            gateway.update("a", {"s3": [config]})
             await gateway.exported("a", 1999)
 
     asyncio.run(scenario())

@@ -246,7 +246,7 @@ async def test_a_pause_ends_a_waiting_fetch_with_an_error(tmp_path: Path) -> Non
         await asyncio.sleep(0)
         gateway.manager.pause("s", None, paused=True)
         with pytest.raises(InvalidRequest, match="paused"):
-            await asyncio.wait_for(waiting, 20)
+            await asyncio.wait_for(waiting, 60)
 
 
 @scenario

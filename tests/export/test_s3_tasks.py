@@ -240,12 +240,12 @@ def test_a_slow_link_takes_long_but_gets_there(tmp_path: Path, bucket: Bucket, k
         if kind == "s3":
             cls = discovery.load().exporters["s3"]
             exporter = cls(convert_config(cls, bucket.config(endpointUrl=forwarder.url)), context)
-            deliver(exporter, make_batch([content]), attempts=1)
+            deliver(exporter, make_batch([content]), attempts=5)
         else:
             config = {"identifier": "up", "endpointUrl": forwarder.url}
             config["sizeThresholdForMultipartUploadBytes"] = 100 * MIB  # type: ignore[assignment]
             exporter = CLS(convert_config(CLS, config), context)
-            deliver(exporter, make_batch([task(bucket, tmp_path / "f")]), attempts=1)
+            deliver(exporter, make_batch([task(bucket, tmp_path / "f")]), attempts=5)
     finally:
         forwarder.close()
 

@@ -69,7 +69,7 @@ def test_a_large_request_over_a_slow_link_takes_long_but_gets_there(fake: FakeAw
         "http": {"uri": forwarder.url, "timeoutMillis": 1800, "exportFormat": 1},
     }
     try:
-        deliver(make(kind, 1.8, **configs[kind]), make_batch([bytes(975_000)] * 10), attempts=1)
+        deliver(make(kind, 1.8, **configs[kind]), make_batch([bytes(975_000)] * 10), attempts=5)
     finally:
         forwarder.close()
         web.close()
