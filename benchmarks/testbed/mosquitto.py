@@ -28,7 +28,7 @@ class Mosquitto:
 
     def start(self) -> None:
         self.process = subprocess.Popen([self.program, "-c", self.config], stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
                 return
@@ -38,7 +38,7 @@ class Mosquitto:
     def stop(self) -> None:
         if self.process is not None:
             self.process.terminate()
-            self.process.wait(10)
+            self.process.wait(60)
             self.process = None
 
     def __enter__(self) -> Mosquitto:

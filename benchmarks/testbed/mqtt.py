@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from bridge.mqtt.wire.packets import V5, V311, packet, string
 from bridge.mqtt.wire.properties import Properties, write_properties
 
-DEADLINE = 10.0  # seconds that an answer may take
+DEADLINE = 60.0  # seconds that an answer may take, also on a machine that stands still for a while
 
 
 class Packet(NamedTuple):

@@ -273,6 +273,8 @@ async def running(
 ) -> AsyncIterator[Bridge]:
     """A bridge with one stream "s", bound to "in/#"; see `Bridge` for `hurry`."""
     limits = {key: settings.pop(key) for key in list(settings) if key in Limits.__struct_fields__}
+    if hurry > 1:  # not the time for a CONNECT: it is one that the test takes itself
+        limits.setdefault("connect_timeout", 3_600_000)
     config = MqttConfig(**{"listen": ["tcp://127.0.0.1:0"], "limits": Limits(**limits), **settings})
     bridge = Bridge(root, config, hurry=hurry, upstreams=upstreams, auth=auth)
     await bridge.start()
@@ -323,7 +325,7 @@ def copied(bridge: Bridge) -> Path:
 
 
 def bridge_test(
-    test: Callable[[Bridge], Awaitable[None]] | None = None, *, seconds: float = 60, **settings: Any
+    test: Callable[[Bridge], Awaitable[None]] | None = None, *, seconds: float = 240, **settings: Any
 ) -> Any:
     """Make a test of a coroutine that takes a running bridge, and ends in time."""
     if test is None:

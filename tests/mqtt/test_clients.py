@@ -18,7 +18,7 @@ from tests.fakes.sdks import MQTT_JS, node_modules
 from .harness import Bridge, bridge_test, run_async, running, tool, until
 
 
-async def run(*command: str, stdin: bytes = b"", timeout: float = 20) -> bytes:
+async def run(*command: str, stdin: bytes = b"", timeout: float = 120) -> bytes:
     """Run a program to its end; returns what it printed."""
     process = await asyncio.create_subprocess_exec(
         *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -42,7 +42,7 @@ def of_mosquitto(bridge: Bridge, name: str, version: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("qos", ["0", "1", "2"])
 def test_mosquitto_pub_and_sub(tmp_path: Path, version: str, qos: str) -> None:
     async def main() -> None:
-        async with asyncio.timeout(60), running(tmp_path) as bridge:
+        async with asyncio.timeout(240), running(tmp_path) as bridge:
             subscriber = await asyncio.create_subprocess_exec(
                 *of_mosquitto(bridge, "mosquitto_sub", version), "-t", "in/#", "-q", qos, "-C", "500",
                 "-i", "sub", stdout=subprocess.PIPE,
@@ -77,21 +77,21 @@ def test_paho(tmp_path: Path, version: int) -> None:
             client.on_subscribe = lambda *_: subscribed.append(True)
             client.subscribe([("in/#", 2), ("plain", 1)])
             while not subscribed:
-                client.publish("tick", qos=1).wait_for_publish(5)
+                client.publish("tick", qos=1).wait_for_publish(60)
             for number in range(90):
                 topic = ("in/a", "plain")[number % 2]
-                client.publish(topic, b"%d" % number, qos=number % 3).wait_for_publish(5)
+                client.publish(topic, b"%d" % number, qos=number % 3).wait_for_publish(60)
             for _ in range(1000):
                 if len(got) == 90:
                     break
-                client.publish("tick", qos=1).wait_for_publish(5)
+                client.publish("tick", qos=1).wait_for_publish(60)
         finally:
             client.disconnect()
             client.loop_stop()
         return got
 
     async def main() -> None:
-        async with asyncio.timeout(60), running(tmp_path) as bridge:
+        async with asyncio.timeout(240), running(tmp_path) as bridge:
             got = await asyncio.to_thread(use, bridge.port)
             assert sorted(int(payload) for _, payload, _ in got) == list(range(90))
             for topic, payload, qos in got:
@@ -187,7 +187,7 @@ def test_mqtt_js(tmp_path: Path, version: str) -> None:
     where = f"NODE_PATH={node_modules(MQTT_JS)}"
 
     async def main() -> None:
-        async with asyncio.timeout(60), running(tmp_path) as bridge:
+        async with asyncio.timeout(240), running(tmp_path) as bridge:
             await run("env", where, "node", "-e", MQTT_JS_PROGRAM, str(bridge.port), version)
             assert [int(payload) for payload in await bridge.payloads()] == list(range(100))
 

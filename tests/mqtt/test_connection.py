@@ -15,10 +15,23 @@ from bridge.access.logins import Access
 from bridge.errors import ConfigError
 from bridge.mqtt import MqttFrontEnd
 from bridge.mqtt.server.connection import Connection
+from bridge.mqtt.server.server import STOP_TIMEOUT
 from bridge.mqtt.wire.packets import packet, string
 from bridge.mqtt.wire.properties import varint
 
-from .harness import PING, Bridge, Packet, ack, bridge_test, connect, publish, subscribe, unsubscribe, until
+from .harness import (
+    DEADLINE,
+    PING,
+    Bridge,
+    Packet,
+    ack,
+    bridge_test,
+    connect,
+    publish,
+    subscribe,
+    unsubscribe,
+    until,
+)
 
 MALFORMED = {
     "reserved type 0": b"\0\0",
@@ -116,30 +129,21 @@ async def test_what_is_sent_behind_the_connect_waits_for_the_connack(bridge: Bri
 async def test_a_connection_without_a_connect_is_closed_in_time(bridge: Bridge) -> None:
     silent, half = await bridge.open(), await bridge.open()
     half.send(connect("x")[:8])
-    assert await silent.closed(2)
-    assert await half.closed(2)
+    assert await silent.closed()
+    assert await half.closed()
     assert bridge.stat("refused_timeout") == 2
 
 
 @bridge_test
 async def test_a_silent_client_is_closed_after_one_and_a_half_times_its_keep_alive(bridge: Bridge) -> None:
     began = time.monotonic()
-    quiet, busy = await bridge.connect("quiet", keep_alive=1), await bridge.connect("busy", keep_alive=1)
-    free = await bridge.connect("free", keep_alive=0)
-
-    async def publishing() -> None:
-        for number in range(1, 9):
-            await busy.exchange(publish("in/a", b"", 1, number))
-            await asyncio.sleep(0.3)
-
-    async def watching() -> float:
-        assert await quiet.closed(4)
-        return time.monotonic() - began
-
-    _, took = await asyncio.gather(publishing(), watching())
-    assert 1.4 < took < 2.2
-    assert await busy.alive()
+    # Who says something in time is not closed: see test_broker.py, whose clock does not run by itself.
+    quiet, free = await bridge.connect("quiet", keep_alive=1), await bridge.connect("free", keep_alive=0)
+    patient = await bridge.connect("patient", keep_alive=600)
+    assert await quiet.closed()
+    assert time.monotonic() - began > 1.4
     assert await free.alive()
+    assert await patient.alive()
     assert bridge.stat("keep_alive_timeouts") == 1
 
 
@@ -198,7 +202,7 @@ async def test_a_client_that_does_not_read_is_held_and_disturbs_nobody(bridge: B
     deaf.reader._transport.pause_reading()  # type: ignore[attr-defined]
     conn = next(iter(bridge.server.connections.open))
     packets = b"".join(publish("in/a", b"", 1, number) for number in range(1, 2001))
-    end = time.monotonic() + 20
+    end = time.monotonic() + DEADLINE
     while conn.writable and time.monotonic() < end:
         deaf.send(packets)
         await deaf.writer.drain()
@@ -232,7 +236,7 @@ async def test_a_stop_acknowledges_what_is_stored_and_sends_no_wills(bridge: Bri
     await until(lambda: bridge.stat("received") > 0)
     began = time.monotonic()
     await bridge.stop()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < STOP_TIMEOUT, "for nobody it waits until it is too long"
     acknowledged = 0
     for client in clients:
         try:
@@ -262,7 +266,7 @@ async def test_a_connection_above_its_rate_is_read_more_slowly(bridge: Bridge) -
         client.send(*(publish("in/a", b"", 1, number) for number in range(start, start + 50)))
         for _ in range(50):
             await client.receive()
-    assert 1.2 < time.monotonic() - began < 4
+    assert time.monotonic() - began > 1.2
     assert await client.exchange(unsubscribe(1, "x")) == Packet(0xB0, b"\0\1")
     assert await client.exchange(ack(0x62, 1)) == Packet(0x70, b"\0\1")
 

@@ -24,7 +24,7 @@ async def main():
         bridge.stream("s", "in/#")
         bridge.stream("synced", "synced/#", flush_on_write=True)
     print(bridge.port, flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
 
 run_async(main())
 """
@@ -40,7 +40,7 @@ async def killed_after(root: Path, messages: int, work: list[Worker]) -> None:
     port = int(await process.stdout.readline())
     wanted = sum(len(worker.done) for worker in work) + messages
     tasks = [asyncio.create_task(worker.run(port)) for worker in work]
-    await until(lambda: sum(len(worker.done) for worker in work) >= wanted, 30)
+    await until(lambda: sum(len(worker.done) for worker in work) >= wanted)
     os.kill(process.pid, signal.SIGKILL)
     await process.wait()
     for result in await asyncio.gather(*tasks, return_exceptions=True):

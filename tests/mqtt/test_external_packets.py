@@ -32,7 +32,7 @@ def with_bytes(
     def run(tmp_path: Path) -> None:
         async def main() -> None:
             async with (
-                asyncio.timeout(60),
+                asyncio.timeout(240),
                 BrokerOfBytes() as broker,
                 running(tmp_path, hurry, **external(broker.port, operations=True)) as bridge,
             ):

@@ -24,7 +24,7 @@ class SlowSnapshots:
         if Path(f"/proc/self/fd/{fd}").readlink().name == "sessions.new" and not self.gate.is_set():
             self.threads.add(threading.current_thread())
             self.began.set()
-            self.gate.wait(5)
+            self.gate.wait(60)
         self._sync(fd)
 
     async def begin(self, publisher: Client, subscriber: Client) -> None:

@@ -224,7 +224,7 @@ def test_each_listener_has_its_client_ca(tmp_path: Path) -> None:
 
 
 def test_limits_of_a_listener_are_its_own(tmp_path: Path) -> None:
-    limits = ListenerLimits(connections=2, subscriptions=1, max_keep_alive=10, connect_timeout=500)
+    limits = ListenerLimits(connections=2, subscriptions=1, max_keep_alive=10)
     table = [ListenerTable(name="small", listen=ANY, limits=limits)]
 
     async def test(bridge: Bridge) -> None:
@@ -246,6 +246,8 @@ def test_limits_of_a_listener_are_its_own(tmp_path: Path) -> None:
         for one in (client, second):
             one.disconnect()
         await until(lambda: bridge.stat("connections") == 4)
+        hasty = msgspec.structs.replace(limits, connect_timeout=500)
+        changed(bridge, listener=[ListenerTable(name="small", listen=ANY, limits=hasty)])
         silent = await bridge.open(1)
         assert await silent.closed(), "no CONNECT in the time of this listener"
         assert await last.alive()

@@ -177,7 +177,7 @@ async def test_response_topic_and_correlation_data_are_honoured(bridge: Bridge) 
 @bridge_test
 async def test_a_read_that_waits_holds_nothing_up(bridge: Bridge) -> None:
     client = await bridge.connect("c")
-    wait = json.dumps({"streamName": "s", "readMessagesOptions": {"readTimeoutMillis": 5000}}).encode()
+    wait = json.dumps({"streamName": "s", "readMessagesOptions": {"readTimeoutMillis": 60_000}}).encode()
     client.send(*(publish("streambridge/c/readMessages", wait) for _ in range(15)))
     assert await client.exchange(publish("in/a", b"now", 1, 1)) == (0x40, b"\0\1")
     for _ in range(15):

@@ -89,7 +89,7 @@ def with_client(
             answers.append(error)
 
     async def main() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             thread = threading.Thread(target=work)
             thread.start()
             loop = asyncio.get_running_loop()

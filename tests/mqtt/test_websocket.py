@@ -11,7 +11,7 @@ import pytest
 from benchmarks.testbed.certificates import Authority
 from bridge.mqtt.settings import TlsSettings
 
-from .harness import PING, Bridge, Client, bridge_test, connect, publish, run_async, running
+from .harness import DEADLINE, PING, Bridge, Client, bridge_test, connect, publish, run_async, running
 
 REQUEST = {
     "Host": "127.0.0.1",
@@ -55,7 +55,7 @@ async def upgraded(bridge: Bridge) -> Client:
 
 async def payload(client: Client) -> bytes:
     """The payload of the next frame, which is a short data frame."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE):
         head, length = await client.reader.readexactly(2)
         assert (head, length < 126) == (0x82, True)
         return await client.reader.readexactly(length)
@@ -76,7 +76,7 @@ async def test_frames_and_packets_have_nothing_to_do_with_each_other(bridge: Bri
         client.send(bytes((byte,)))
         await asyncio.sleep(0)
     got = [await payload(client)]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE):
         assert await client.reader.readexactly(15) == b"\x8a\x0dare you there"
     assert [*got, await payload(client)] == [b"\x40\2\0\2", b"\xd0\0"]
     client.send(frame(b"\3\xe8", 8))
@@ -145,10 +145,15 @@ async def test_a_page_of_this_machine_may_come_in(bridge: Bridge) -> None:
 async def test_the_time_for_a_connect_includes_the_http_request(bridge: Bridge) -> None:
     slow = await bridge.open()
     slow.send(http()[:50])
-    assert await slow.closed(3)
-    slow = await upgraded(bridge)
-    assert await slow.closed(3)
-    assert bridge.stat("refused_timeout") == 2
+    assert await slow.closed()
+    for closed in range(2, 7):  # a machine that stands still may be too slow for the request itself
+        slow = await bridge.open()
+        slow.send(http())
+        answer = await slow.reader.read()
+        assert bridge.stat("refused_timeout") == closed
+        if answer:
+            break
+    assert answer.startswith(b"HTTP/1.1 101 ")
 
 
 @pytest.mark.parametrize("scheme", ["ws", "wss"])
@@ -169,11 +174,11 @@ def test_paho_works_over_websockets(tmp_path: Path, scheme: str) -> None:
         try:
             client.subscribe("in/#", 1)
             for number in range(20):
-                client.publish("in/p", b"%d" % number * 1000, qos=1).wait_for_publish(10)
+                client.publish("in/p", b"%d" % number * 1000, qos=1).wait_for_publish(60)
             for _ in range(1000):
                 if len(got) == 20:
                     break
-                client.publish("in/tick").wait_for_publish(10)
+                client.publish("in/tick").wait_for_publish(60)
         finally:
             client.disconnect()
             client.loop_stop()
@@ -182,7 +187,7 @@ def test_paho_works_over_websockets(tmp_path: Path, scheme: str) -> None:
     async def main() -> None:
         tls = TlsSettings(cert=pair.cert, key=pair.key)
         async with (
-            asyncio.timeout(60),
+            asyncio.timeout(240),
             running(tmp_path, listen=[f"{scheme}://127.0.0.1:0"], tls=tls) as bridge,
         ):
             assert bridge.urls[0].startswith(f"{scheme}://")

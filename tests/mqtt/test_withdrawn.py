@@ -106,7 +106,7 @@ def test_a_certificate_that_expires_ends_its_connection_and_its_session_waits_fo
         answer = await again.connect("c0", level=V5, clean=False)
         assert answer.body[0] == 1, "the session is there"
 
-    with_bridge(tmp_path, test, listen=["tls://127.0.0.1:0"], tls=tls, hurry=60, connect_timeout=3_600_000)
+    with_bridge(tmp_path, test, listen=["tls://127.0.0.1:0"], tls=tls, hurry=60)
 
 
 def test_an_expired_list_refuses_all_certificates_and_one_of_another_authority_is_refused(
