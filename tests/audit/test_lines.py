@@ -40,7 +40,7 @@ def lines(*paths: Path) -> list[dict[str, Any]]:
 
 
 def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)

@@ -162,7 +162,7 @@ def test_keys_are_exchanged_without_a_restart_and_a_broken_file_changes_nothing(
     options = plugin.Options(jwks_file=path, issuer=ISSUER, audience=AUDIENCE)
 
     def until(wanted: type) -> None:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while not isinstance(plugin.authenticate(login("", token(key=STRANGER, kid="new")), options), wanted):
             assert time.monotonic() < end
             time.sleep(0.05)
@@ -202,10 +202,10 @@ def test_a_device_logs_in_with_its_token_and_is_disconnected_when_it_ends(tmp_pa
         return client, (await client.receive()).body[1]
 
     async def test(bridge: Bridge) -> None:
-        end = int(time.time()) + 6
-        short, code = await log_in(bridge, "short", token(claims(exp=end)))
-        assert code == 0
         long, code = await log_in(bridge, "long", token(claims(sub="pump-8")))
+        assert code == 0
+        end = int(time.time()) + 6  # it is short, since the plugin runs by now
+        short, code = await log_in(bridge, "short", token(claims(exp=end)))
         assert code == 0
         _, code = await log_in(bridge, "bad", HOSTILE["no algorithm"])
         assert code == 0x86

@@ -71,12 +71,12 @@ def with_plugin(
     options = msgspec.convert(
         {"control": control}, registry.auth_options["directory"], dec_hook=lambda kind, value: kind(value)
     )
-    asked = AuthSettings(plugins={"directory": options}, **{"timeout": 1_000, **settings})
+    asked = AuthSettings(plugins={"directory": options}, **{"timeout": 30_000, **settings})
 
     async def main() -> None:
         auth = Auth(asked, [plugins], lambda: registry.with_hook("authorize"))
         settings = {"users_file": users, "allow_anonymous": False}
-        async with asyncio.timeout(90), running(root, auth=auth, **settings) as bridge:
+        async with asyncio.timeout(240), running(root, auth=auth, **settings) as bridge:
             await test(bridge, auth)
 
     run_async(main())
@@ -130,6 +130,8 @@ def test_a_hanging_directory_refuses_in_time_and_acknowledgements_go_on(tmp_path
         device = await bridge.connect("device", user="ann", password=b"a")
         await device.exchange(publish("in/a", b"x", 1, 1))  # it is asked about this topic
         (tmp_path / "control" / "hang").touch()
+        patient = auth.settings
+        auth.reload(msgspec.structs.replace(patient, timeout=1_000))
         logins = [log_in(bridge, f"dir-{number}") for number in range(40)]
         codes: list[int] = []
 
@@ -140,6 +142,7 @@ def test_a_hanging_directory_refuses_in_time_and_acknowledgements_go_on(tmp_path
         assert codes == [3] * 40
         assert acknowledged > 100, "it was never waiting for the directory"
         (tmp_path / "control" / "hang").unlink()
+        auth.reload(patient)
         await ready(bridge)
         assert len(await bridge.payloads()) == acknowledged + 1
 
@@ -179,7 +182,7 @@ def test_a_killed_or_crashed_process_is_back_and_nobody_else_notices(tmp_path: P
             assert await publish_while(bridge, device, back()) > 0
         assert auth.restarts == 2
 
-    with_plugin(tmp_path, test, timeout=5_000)
+    with_plugin(tmp_path, test, timeout=30_000)
 
 
 def test_a_process_that_answers_nothing_is_replaced(tmp_path: Path) -> None:
@@ -192,7 +195,7 @@ def test_a_process_that_answers_nothing_is_replaced(tmp_path: Path) -> None:
         (tmp_path / "control" / "hang").unlink()
         await ready(bridge)
 
-    with_plugin(tmp_path, test, timeout=100)
+    with_plugin(tmp_path, test, timeout=300)
 
 
 def test_topics_are_asked_about_once_and_what_is_refused_is_refused(tmp_path: Path) -> None:
@@ -227,20 +230,27 @@ def test_without_an_answer_a_topic_is_refused_and_asked_about_again_later(tmp_pa
         client = await bridge.connect("c", user="ann", password=b"a", level=V5)
         other = await bridge.connect("d", user="ann", password=b"a", level=V5)
         await other.exchange(publish("in/d", b"x", 1, 1, level=V5))
-        (tmp_path / "control" / "hang").touch()
+        auth.reload(msgspec.structs.replace(auth.settings, timeout=500))
+        await ready(bridge)
 
-        async def refused() -> None:
-            packet = await client.exchange(publish("in/a", b"x", 1, 1, level=V5))
+        async def refused(topic: str) -> None:
+            packet = await client.exchange(publish(topic, b"x", 1, 1, level=V5))
             assert packet.body[2] == 0x87
 
-        assert await publish_while_v5(other, refused()) > 10, "others are read meanwhile"
-        (tmp_path / "control" / "hang").unlink()
-        tried = 1
-        while len((await client.exchange(publish("in/a", b"x", 1, tried % 60_000 + 1, level=V5))).body) > 2:
-            tried += 1
+        for number in range(5):  # on a machine that stands still, the moment may be over
+            topic, tried = f"in/a{number}", 1
+            (tmp_path / "control" / "hang").touch()
+            assert await publish_while_v5(other, refused(topic)) > 10, "others are read meanwhile"
+            (tmp_path / "control" / "hang").unlink()
+            while (
+                len((await client.exchange(publish(topic, b"x", 1, tried % 60_000 + 1, level=V5))).body) > 2
+            ):
+                tried += 1
+            if tried > 1:
+                break
         assert tried > 1, "the refusal holds for a moment"
 
-    with_plugin(tmp_path, test, timeout=500)
+    with_plugin(tmp_path, test)
 
 
 async def publish_while_v5(device: Client, others: Awaitable[Any]) -> int:

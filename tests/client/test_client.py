@@ -218,7 +218,7 @@ def test_calls_end_at_their_timeout_or_when_the_client_is_closed(broker: Broker,
             client.append_message("s", b"x")
         assert thread.is_alive()  # its timeout is a minute
         patient.close()
-        thread.join(20)
+        thread.join(60)
         assert "closed" in str(errors[0])
 
 
@@ -273,13 +273,13 @@ def test_tailing_goes_on_over_a_lost_connection_and_ends_with_the_stream(
         thread.start()
         broker.wait_until(lambda: len(broker.manager._reads.waiting), "the tail waits")
         broker.append(b"1")
-        assert enough.wait(20)
+        assert enough.wait(60)
         enough.clear()
         line.cut()
         broker.append(b"2", b"3")
-        assert enough.wait(20)
+        assert enough.wait(60)
         broker.call(broker.manager.delete, "s")
-        thread.join(20)
+        thread.join(60)
         assert got == [b"1", b"2", b"3"]
 
 
@@ -299,7 +299,7 @@ def test_a_topic_filter_reads_and_purges_by_topic(broker: Broker, client: Stream
     thread.start()
     for number in range(6, 8):
         broker.call(stream.append, b"in/%d" % (number % 2), b"%d" % number)
-    thread.join(20)
+    thread.join(60)
     assert found_later == [5, 7]
     assert client.purge_message_stream("s", topic="in/0") == 4
     assert client.purge_message_stream("s", upto=3) == 1
@@ -342,7 +342,7 @@ def test_a_closed_client_raises_and_fails_its_pending_calls(broker: Broker, conn
     thread.start()
     broker.wait_until(lambda: len(broker.manager._reads.waiting), "a read waits")
     client.close()
-    thread.join(20)
+    thread.join(60)
     assert "closed" in str(errors[0])
     with pytest.raises(StreamManagerException, match="closed"):
         client.list_streams()

@@ -64,7 +64,7 @@ class Gateway:
             self.process = await asyncio.create_subprocess_exec(
                 *command, stderr=out, cwd=CHECKOUT, env=environment()
             )
-        await until(lambda: "msg=ready" in log.read_text(), 30)
+        await until(lambda: "msg=ready" in log.read_text(), 120)
         found = re.search(r"msg=ready .*mqtts?://\S+?:(\d+)", log.read_text())
         assert found is not None, log.read_text()
         self.port = int(found[1])
@@ -154,10 +154,10 @@ def test_workers_and_gateway_are_killed_and_each_message_is_done_at_least_once_a
             work = Work(gateway, 11)
             workers = [asyncio.create_task(work.work(f"w{number}")) for number in range(4)]
             for part in (1, 2):
-                await until(lambda part=part: len(work.done) >= part * MESSAGES // 3, 60)  # type: ignore[misc]
+                await until(lambda part=part: len(work.done) >= part * MESSAGES // 3, 120)  # type: ignore[misc]
                 await gateway.kill()
                 await gateway.start()
-            async with asyncio.timeout(90):
+            async with asyncio.timeout(180):
                 while await gateway.settled() < MESSAGES:
                     await asyncio.sleep(0.1)
             for worker in workers:

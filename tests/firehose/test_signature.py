@@ -27,7 +27,7 @@ LIST = "ListDeliveryStreams"
 
 
 def answer(gateway: Gateway, fields: dict[str, str], body: bytes = b"{}") -> tuple[int, dict[str, Any], str]:
-    connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=60)
     try:
         connection.request("POST", "/", body, fields)
         found = connection.getresponse()

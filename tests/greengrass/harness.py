@@ -28,7 +28,7 @@ from bridge.plugin import discovery
 from bridge.plugin.allow import KINDS, Allow
 from bridge.streams.store import StreamStore
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 T = TypeVar("T")
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bridge.access.guesses import FIRST_DELAY
 from bridge.net.addresses import network_of
 
-from .harness import CONNECT, Raw, Server, frame
+from ..fakes.measured import least
+from .harness import CONNECT, DEADLINE, Raw, Server, frame
 
 
 class Limited(Server):
@@ -41,11 +43,16 @@ def test_each_wrong_token_is_answered_later_and_a_right_one_at_once(tmp_path: Pa
                 assert client.greeted()["status"] != 0
                 assert client.ended()
             took.append(time.monotonic() - began)
-        assert took[2] > 2 * took[0], "later each time"
-        began = time.monotonic()
-        with guess(server, "right") as client:
-            assert client.greeted()["status"] == 0
-        assert time.monotonic() - began < took[2]
+        assert took[0] >= FIRST_DELAY
+        assert took[2] >= 4 * FIRST_DELAY, "later each time"
+
+        def right() -> float:
+            began = time.monotonic()
+            with guess(server, "right") as client:
+                assert client.greeted()["status"] == 0
+            return time.monotonic() - began
+
+        assert least(right, 4 * FIRST_DELAY) < 4 * FIRST_DELAY
 
 
 def test_guessing_in_parallel_is_no_faster_even_for_clients_that_disconnect(tmp_path: Path) -> None:
@@ -55,7 +62,7 @@ def test_guessing_in_parallel_is_no_faster_even_for_clients_that_disconnect(tmp_
         for number in range(16):
             guess(server, f"wrong{number}").socket.close()
         server.wait_until(lambda: len(server.front.connections) == 16)
-        deadline = time.monotonic() + 6
+        deadline = time.monotonic() + DEADLINE
         refusal = None
         while refusal is None:
             assert time.monotonic() < deadline, (
@@ -82,14 +89,22 @@ def test_connections_are_bounded_in_all_and_per_address(tmp_path: Path, limit: s
 
 
 def test_a_client_that_asks_for_nothing_is_disconnected_and_one_that_asks_is_not(tmp_path: Path) -> None:
-    with Limited(tmp_path, idle_timeout=1000) as server, Raw(server) as silent, Raw(server) as busy:
-        began = time.monotonic()
-        while len(server.front.connections) == 2:
-            assert busy.ask(8)["op"]
-            assert time.monotonic() - began < 10
-        assert silent.ended(), "with FIN, so that the SDK connects again"
-        assert busy.ask(8)["op"]
-        assert server.front.stats()["idle"] == 1
+    with Limited(tmp_path, idle_timeout=1000) as server:
+
+        def outlived() -> bool:
+            """Whether the busy one is still there; on a machine that stands still it may seem idle, too."""
+            server.wait_until(lambda: not server.front.connections)
+            with Raw(server) as silent, Raw(server) as busy:
+                try:
+                    while len(server.front.connections) == 2:
+                        assert busy.ask(8)["op"]
+                    assert silent.ended(), "with FIN, so that the SDK connects again"
+                    return bool(busy.ask(8)["op"])
+                except (EOFError, OSError):
+                    return False
+
+        assert any(outlived() for _ in range(5))
+        assert server.front.stats()["idle"] >= 1
 
 
 def test_half_connects_are_bounded_in_all_and_others_come_in(tmp_path: Path) -> None:

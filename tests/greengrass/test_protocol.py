@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from bridge import cbor
 from bridge.greengrass.connection import MAX_FRAME
 from bridge.greengrass.frontend import Bounds
+from tests.fakes.measured import least
 from tests.greengrass.harness import CONNECT, Raw, Server, frame, many
 
 
@@ -196,21 +197,30 @@ def test_thousands_of_waiting_reads_are_woken_by_what_they_need_alone(server: Se
 
 def test_reads_that_wait_cost_no_time_until_something_comes(server: Server) -> None:
     server.stream()
+    clock = time.pthread_getcpuclockid(server._thread.ident or 0)
+
+    def appends() -> float:
+        """The CPU time of a hundred messages."""
+        before = time.clock_gettime(clock)
+        for _ in range(100):
+            server.append(b"x")
+        return time.clock_gettime(clock) - before
+
+    alone = appends()
     with many(4, lambda: Raw(server)) as clients:
         options = {"desiredStartSequenceNumber": 1000, "readTimeoutMillis": 50_000}
         for client in clients:
             for n in range(500):
                 client.send(5, {"requestId": str(n), "streamName": "s", "readMessagesOptions": options})
         server.wait_until(lambda: len(server.manager._reads.waiting) == 2000, "2000 reads wait")
-        clock = time.pthread_getcpuclockid(server._thread.ident or 0)
-        before = time.clock_gettime(clock)
-        threading.Event().wait(0.5)  # a span of idleness is what is measured
-        idle = time.clock_gettime(clock) - before
-        assert idle < 0.1
-        before = time.clock_gettime(clock)
-        for _ in range(100):
-            server.append(b"x")
-        assert time.clock_gettime(clock) - before < 0.5
+
+        def idle() -> float:
+            before = time.clock_gettime(clock)
+            threading.Event().wait(0.5)  # a span of idleness is what is measured
+            return time.clock_gettime(clock) - before
+
+        assert least(idle, 0.1) < 0.1
+        assert least(appends, 10 * alone) < 10 * alone
 
 
 def test_reads_that_gave_up_are_forgotten(server: Server) -> None:
@@ -257,7 +267,7 @@ def test_a_stop_answers_what_was_read_and_ends_with_fin(tmp_path: Path) -> None:
         server.wait_until(lambda: len(server.manager._reads.waiting), "a read waits")
         began = time.monotonic()
     with raw:
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 40, "it does not wait for what the read waits for"
         assert raw.receive()[1]["status"] == 13
         assert raw.ended()
     assert not (server.data_dir / "streambridge.sock").exists()
@@ -294,9 +304,9 @@ def test_a_client_that_leaves_in_the_middle_leaves_nothing_behind(server: Server
 
 
 def test_slow_writers_are_ended(tmp_path: Path) -> None:
-    with Server(tmp_path, bounds=Bounds(handshake=0.1, stalled=0.1)) as server:
-        with Raw(server, connect=None) as silent:
-            assert silent.ended()
+    with Server(tmp_path, bounds=Bounds(handshake=0.1)) as server, Raw(server, connect=None) as silent:
+        assert silent.ended()
+    with Server(tmp_path, bounds=Bounds(stalled=0.1)) as server:
         with Raw(server) as stalled:
             stalled.socket.sendall(frame(11, {"requestId": "x"})[:-1])
             assert stalled.ended()
@@ -349,7 +359,7 @@ def test_indefinite_lengths_as_the_java_sdk_sends_them_are_read() -> None:
     assert cbor.decode_map(data) == {"requestId": "a", "payload": b"xy", "t": "a", "l": [1, -1], "n": None}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.randoms(use_true_random=False))
 def test_whatever_is_sent_the_server_answers_or_ends_and_lives_on(rnd: random.Random) -> None:
     server = FUZZED[0]

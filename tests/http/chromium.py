@@ -102,7 +102,7 @@ class Browser:
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
 
-    def until(self, expression: str, seconds: float = 20) -> None:
+    def until(self, expression: str, seconds: float = 60) -> None:
         """Wait until an expression is true; it is looked at whenever the page is drawn."""
         seen = self.see(
             f"""new Promise((resolve) => {{

@@ -117,7 +117,7 @@ class Service:
         return self.process.wait(timeout=60)
 
 
-def eventually(look: Callable[[], Found | None], seconds: float = 30, pause: float = 0.02) -> Found:
+def eventually(look: Callable[[], Found | None], seconds: float = 120, pause: float = 0.02) -> Found:
     """What `look` gives as soon as it gives something."""
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:

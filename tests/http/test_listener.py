@@ -78,14 +78,14 @@ async def client(port: int) -> AsyncIterator[Pipe]:
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes, bytes]:
     """Status, head and body of the next answer."""
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
     length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0] or 0)
-    return int(head.split()[1]), head, await asyncio.wait_for(reader.readexactly(length), 20)
+    return int(head.split()[1]), head, await asyncio.wait_for(reader.readexactly(length), 60)
 
 
 async def ended(reader: asyncio.StreamReader) -> bool:
     """Whether the connection ends, in order: with FIN."""
-    return await asyncio.wait_for(reader.read(1), 20) == b""
+    return await asyncio.wait_for(reader.read(1), 60) == b""
 
 
 @on_the_services_loop
@@ -190,7 +190,7 @@ async def test_a_client_that_stops_sending_is_disconnected(
 ) -> None:
     async with serving(limits) as port, client(port) as (reader, writer):
         writer.write(sent)
-        assert (await asyncio.wait_for(reader.read(), 20)).startswith(said)
+        assert (await asyncio.wait_for(reader.read(), 60)).startswith(said)
 
 
 @on_the_services_loop
