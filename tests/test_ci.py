@@ -31,7 +31,7 @@ def run_tests(directory: Path, source: str, *options: str, ci: bool = False) -> 
     environment |= {"PYTHONPATH": str(CHECKOUT)} | ({"CI": "true"} if ci else {})
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "-q", "-rA"]
     return subprocess.run(
-        [*command, *options], cwd=directory, env=environment, capture_output=True, text=True, timeout=60
+        [*command, *options], cwd=directory, env=environment, capture_output=True, text=True, timeout=240
     ).stdout
 
 

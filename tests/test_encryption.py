@@ -108,7 +108,7 @@ class Service:
     def end(self, number: int) -> None:
         assert self.process is not None
         self.process.send_signal(number)
-        self.process.wait(30)
+        self.process.wait(60)
 
     def command(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -20,6 +20,8 @@ from bridge.streams.store import StreamStore
 from bridge.streams.stream import Stream
 
 from ..fakes.clock import Shifted
+
+T = TypeVar("T")
 
 
 class House:
@@ -106,5 +108,5 @@ def payloads(stream: Stream) -> list[bytes]:
     return [message.payload for message in everything(stream)]
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(work)
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(work)

@@ -360,7 +360,7 @@ def test_what_a_full_disk_refuses_is_not_kept_in_memory(house: House, files: Fau
                 refused = asyncio.Event()  # and no exception, whose frames would keep the message
                 stream.append(b"t", os.urandom(1 << 20))
                 stream.after_commit(lambda error, refused=refused: refused.set() if error else None)  # type: ignore[misc]
-                await asyncio.wait_for(refused.wait(), 10)
+                await asyncio.wait_for(refused.wait(), 60)
                 if turn == 0:
                     tracemalloc.start()
                     before = tracemalloc.get_traced_memory()[0]

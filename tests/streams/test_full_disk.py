@@ -30,7 +30,7 @@ def _fill(place: Path) -> None:
 
 async def _put_until_it_works(stream: Stream, payload: bytes) -> None:
     """What was dropped is removed in a thread: its space is free some time later."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(StorageFailed):
                 await put(stream, payload)

@@ -65,7 +65,7 @@ def test_a_group_to_sync_waits_for_a_background_sync_and_neither_hides_the_other
             assert not appending.done()
             disk.made.clear()
             disk.gate.set()
-            await asyncio.wait_for(asyncio.gather(syncing, appending), 20)
+            await asyncio.wait_for(asyncio.gather(syncing, appending), 60)
             assert any(name.endswith(".seg.tmp") for name in disk.made), "what was lost is written again"
             assert payloads(stream) == [b"a", b"b", b"c"]
 

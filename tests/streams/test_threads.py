@@ -97,7 +97,7 @@ def test_an_error_in_applying_limits_neither_holds_acknowledgements_nor_other_st
             await put(limited, b"0123456789")
             files.failing = True
             numbers = [limited.append(b"t", b"0123456789"), plain.append(b"t", b"x")]
-            await asyncio.wait_for(asyncio.gather(committed(limited), committed(plain)), 10)
+            await asyncio.wait_for(asyncio.gather(committed(limited), committed(plain)), 60)
             assert numbers == [1, 0]
             assert "cannot apply its limits now" in house.events[-1]
             files.failing = False
@@ -214,7 +214,7 @@ def test_a_stop_while_unsynced_data_is_rewritten_waits_and_keeps_what_is_acknowl
             idle = asyncio.create_task(stream.idle())
             await asyncio.sleep(0)
             disk.gate.set()
-            await asyncio.wait_for(asyncio.gather(waiter, idle), 20)
+            await asyncio.wait_for(asyncio.gather(waiter, idle), 60)
         async with house.stream() as stream:
             assert payloads(stream) == [b"a", b"b"]
 
@@ -255,7 +255,7 @@ def test_messages_dropped_while_unsynced_data_is_rewritten_are_deleted_afterward
             await until(lambda: stream.busy and disk.blocked)
             assert stream.drop_upto(2, DropReason.PURGED) == 2
             disk.gate.set()
-            await asyncio.wait_for(syncing, 20)
+            await asyncio.wait_for(syncing, 60)
             await until(lambda: not stream.busy)
             assert stream.oldest == 2
             await until(lambda: len(list(house.directory().glob("*.seg"))) == 2)
