@@ -136,7 +136,7 @@ def test_the_page_and_jetstream_say_what_the_table_has(nats_server: NatsServer, 
                 await asyncio.to_thread(ours.run, step["sh"])
                 await theirs.run(step.get("python", ""))
                 row = rows[number]
-                async with asyncio.timeout(60):  # the last step: until a second has passed
+                async with asyncio.timeout(240):  # the last step: until a second has passed
                     while True:
                         mine = await asyncio.to_thread(ours.cells)
                         said = mine + await theirs.cells(look["python"])

@@ -98,7 +98,7 @@ def test_a_continuous_run_takes_what_comes_and_ends_at_sigterm(
         later = (json.loads(line)["rows"] for line in running.stdout)
         assert next(rows for rows in later if rows) == 20
         running.terminate()
-        assert running.wait(timeout=30) == 0
+        assert running.wait(timeout=120) == 0
     assert read(TableOptions(warehouse=str(tmp_path))).num_rows == 30
 
 
@@ -125,7 +125,7 @@ def test_a_continuous_run_outlives_an_s3_that_fails_for_a_while(
         Gateway(late).export(0, 9)
         assert "10 rows" in next(line for line in lines if line.startswith("round 1: 1 objects"))
         running.terminate()
-        assert running.wait(timeout=30) == 0
+        assert running.wait(timeout=120) == 0
 
 
 @pytest.mark.spark
@@ -155,7 +155,7 @@ def test_a_run_that_is_stopped_in_the_middle_does_not_look_done(
         held.open("wb"),
     ):  # waits for the task
         running.terminate()
-        out, errors = running.communicate(timeout=60)
+        out, errors = running.communicate(timeout=120)
     assert running.returncode == 143
     assert "stopped by SIGTERM" in errors
     assert "Traceback" not in errors
@@ -312,7 +312,7 @@ def test_a_table_on_an_unreachable_s3_is_reported_in_one_line_and_a_continuous_r
         for _ in range(2):
             assert running.stderr.readline().endswith("; retrying in 1 s\n")
         running.terminate()
-        assert running.wait(timeout=60) == 0
+        assert running.wait(timeout=120) == 0
 
 
 @pytest.mark.parametrize("module", ["exceptions", "errorfactory"])  # what S3 refuses is of the second

@@ -123,7 +123,7 @@ def test_a_killed_python_worker_is_replaced_and_nothing_is_doubled(
     killer = threading.Thread(target=kill_the_reader)
     killer.start()
     summary = run(spark, landing, iceberg())
-    killer.join(timeout=30)
+    killer.join(timeout=120)
     assert not killer.is_alive()
     assert summary.rows == 50
     assert numbers(iceberg()) == list(range(50))

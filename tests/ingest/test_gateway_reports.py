@@ -18,7 +18,7 @@ class Distant(LocalStore):
         self.barrier = Barrier(together)
 
     def get(self, key: str, most: int | None = None) -> bytes:
-        self.barrier.wait(10)
+        self.barrier.wait(60)
         return super().get(key)
 
 

@@ -245,7 +245,7 @@ def _status_of(port: int, token: str, user: int) -> int:
 
 def test_in_external_mode_operations_are_off_unless_allowed(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asyncio.timeout(60), running(tmp_path, **external(broker.port)) as bridge:
+        async with asyncio.timeout(240), running(tmp_path, **external(broker.port)) as bridge:
             await connected(bridge)
             device = await asyncio.to_thread(Device, broker.port)
             device.client.subscribe("streambridge/c/+/reply")
@@ -265,7 +265,7 @@ def test_in_external_mode_a_reply_goes_nowhere_else_and_the_level_is_the_caller(
 
     async def main() -> None:
         settings = external(broker.port, protocol="5", operations=True)
-        async with asyncio.timeout(60), running(tmp_path, acl=acl, **settings) as bridge:
+        async with asyncio.timeout(240), running(tmp_path, acl=acl, **settings) as bridge:
             await connected(bridge)
             bridge.stream("c")
             device = await asyncio.to_thread(Device, broker.port, v5=True)
