@@ -43,7 +43,7 @@ def streambridge(
         input=given or "",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
 
 

@@ -189,7 +189,8 @@ plugin_dirs = ["{root}/plugins"]
 
     async def quiet(self) -> None:
         """Wait until everything must be on the disk, and mark that."""
-        await asyncio.sleep(QUIET)  # the promise is about time
+        for _ in range(3):  # the promise is about time; a machine that stands still shortens one part
+            await asyncio.sleep(QUIET / 3)
         await self.mark("quiet")
 
     async def request(self, operation: str, **body: Any) -> Any:

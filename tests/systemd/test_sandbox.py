@@ -94,10 +94,10 @@ def test_the_shipped_sandbox_lets_the_service_start_store_export_and_stop(machin
             machine.run("systemctl", "start", "streambridge.service", check=False)
             assert machine.state("ActiveState") == "active", machine.log()
             device = [*machine.inside("--net"), sys.executable, "-c", PUBLISH]
-            subprocess.run(device, check=True, timeout=30)
+            subprocess.run(device, check=True, timeout=120)
             exported = s3.stdout.readline()
             look = [*machine.inside("--net"), sys.executable, "-c", LOOK]
-            metrics = subprocess.run(look, check=True, timeout=30, capture_output=True, text=True).stdout
+            metrics = subprocess.run(look, check=True, timeout=120, capture_output=True, text=True).stdout
             machine.run("systemctl", "stop", "streambridge.service")
         finally:
             s3.kill()

@@ -208,18 +208,19 @@ def test_a_reload_takes_over_what_is_right_and_refuses_what_is_wrong(machine: Ma
 
 def test_a_stuck_loop_is_ended_by_the_watchdog_and_a_killed_service_starts_again(machine: Machine) -> None:
     override = machine.file("/etc/systemd/system/streambridge.service.d/test.conf")
-    override.write_text("[Service]\nWatchdogSec=3\n")
+    override.write_text("[Service]\nWatchdogSec=8\n")
     install(machine)
     publish(machine, "before")
     stuck = machine.state("MainPID")
     machine.run("kill", "-STOP", stuck)
-    until("it was restarted", lambda: machine.state("NRestarts") == "1")
+    until("it was restarted", lambda: int(machine.state("NRestarts")) >= 1)
     assert "Watchdog timeout" in machine.run("journalctl", "--quiet", "--unit", "streambridge")
     until("it is ready again", lambda: machine.state("ActiveState") == "active")
     assert machine.state("MainPID") != stuck
     publish(machine, "after the watchdog")
-    machine.run("kill", "-KILL", machine.state("MainPID"))
-    until("it was restarted", lambda: machine.state("NRestarts") == "2")
+    killed, restarts = machine.state("MainPID"), int(machine.state("NRestarts"))
+    machine.run("kill", "-KILL", killed)
+    until("it was restarted", lambda: int(machine.state("NRestarts")) > restarts)
     until("it is ready again", lambda: machine.state("ActiveState") == "active")
     assert payloads(machine) == ["before", "after the watchdog"]
 

@@ -19,7 +19,7 @@ def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is missing; install it: sudo apt-get install systemd")
     command = ["systemd-analyze", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def install(root: Path) -> list[str]:
@@ -29,7 +29,7 @@ def install(root: Path) -> list[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=120,
     )
     return done.stdout.splitlines()
 
@@ -95,7 +95,7 @@ def test_the_configuration_of_the_service_keeps_data_where_the_unit_allows_it(ro
         cwd=CHECKOUT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert "unknown key" not in done.stdout
     lines = (root / "etc/streambridge/streambridge.toml").read_text().splitlines()
@@ -124,7 +124,7 @@ def test_a_link_below_root_leads_nothing_elsewhere(tmp_path: Path, link: str, go
         cwd=CHECKOUT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert [path.name for path in outside.iterdir()] == ["file"]
     assert (outside / "file").read_text() == "another's"
