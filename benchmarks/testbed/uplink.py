@@ -88,7 +88,7 @@ class Answering:
                 while (byte := client.recv(1)[0]) & 0x80:
                     length, shift = length | (byte & 0x7F) << shift, shift + 7
                 length |= byte << shift
-                body = client.recv(length, socket.MSG_WAITALL) if length else b""
+                body = _exactly(client, length)
                 kind = head & 0xF0
                 if kind == 0x10:
                     v5 = body[6] == 5
@@ -133,6 +133,17 @@ class Answering:
         code, properties = self.connack
         client.sendall(packet(0x20, bytes((0, code)) + (write_properties(properties) if v5 else b"")))
         return len(self.connects)
+
+
+def _exactly(client: socket.socket, size: int) -> bytes:
+    """So many bytes; MSG_WAITALL gives fewer when the process is stopped meanwhile. IndexError at the end."""
+    data = bytearray()
+    while len(data) < size:
+        more = client.recv(size - len(data))
+        if not more:
+            raise IndexError("the connection has ended within a packet")
+        data += more
+    return bytes(data)
 
 
 def _published(number: int, head: int, body: bytes, v5: bool) -> Published:
