@@ -1,15 +1,15 @@
 """The commit protocol: a client publishes, streams commit groups, the journal keeps QoS 2 packet ids.
 
 One client with a persistent session sends three messages in order, at QoS 1 or 2, each to one or both of two
-streams. The third has the packet id of the first. What a PUBLISH is answered with, and when, is as in
-`bridge.mqtt.broker`; how a group gets into the files is as in `bridge.streams`.
+streams. The third has the packet id of the first. Answers to PUBLISH are those of `bridge.mqtt.broker`, and
+groups are written as in `bridge.streams`.
 
-A kill loses what is in memory. A power cut also loses what was written and not synced: each such frame may
-be there or not. A frame that is missing before one that is there leaves numbers that nobody has (`LOST`).
+A kill loses what is in memory. A power cut may also lose each frame that was written but not synced. If it
+loses a frame and keeps a later one, the numbers of the lost frame have no message (`LOST`).
 
 Not modelled: torn frames and damage (recovery cuts them off: see "Every crash state"), several messages in
-one read, the syncs of streams without `flush_on_write` (a cut may take anything there, so it may take more
-than it really could), segments, limits, full disks, QoS 0, MQTT 5 reason codes, outgoing messages.
+one read, the syncs of streams without `flush_on_write` (a power cut may take anything from them here, which
+is more than it really can), segments, limits, full disks, QoS 0, MQTT 5 reason codes, outgoing messages.
 """
 
 from __future__ import annotations
@@ -40,37 +40,39 @@ class Sent(IntEnum):
     """How far the client is with a message."""
 
     NEW = 0
-    AGAIN = 1  # was sent, not acknowledged, and the connection is gone: it is sent again with DUP
+    AGAIN = 1  # the connection broke before the acknowledgement: it is sent again with DUP
     SENT = 2
-    RECEIVED = 3  # PUBREC has come: PUBREL is to be sent
+    RECEIVED = 3  # PUBREC has arrived; PUBREL is sent next
     RELEASING = 4  # PUBREL was sent
     DONE = 5
     GIVEN_UP = 6  # the client began a clean session
 
 
 class Defect(Enum):
-    """An essential step left out or done in the wrong order."""
+    """An essential step that is omitted or done in the wrong order."""
 
     NONE = "nothing"
     EARLY = "a message is acknowledged before its commit"
     ONE_OF_TWO = "a message is acknowledged after the commit of one of its two streams"
     UNSYNCED = "a group is committed before it is synced"
-    SAME_FILE = "after a failed sync the same file is synced again"
+    SAME_FILE = "after a failed sync, the same file is synced again"
     LEFT_BEHIND = "a group that was not stored stays in the file"
-    READS_ON = "packets are read behind a message that was not stored"
+    READS_ON = "packets are still read after a message that could not be stored"
     ID_BEFORE_COMMIT = "a packet id is in the journal before its message is in the stream"
     ID_OF_FAILED = "the packet id of a message that was not stored stays in use"
-    TAKEOVER = "a client comes back before what it sent has been committed"
-    EARLY_PUBCOMP = "PUBCOMP leaves before the release of the id is in the journal"
-    LATE_PUBCOMP = "a repeated PUBREL is answered although the journal has failed to note the first"
-    UNNOTED_END = "a clean session begins although the journal has failed to note the end of the last one"
+    TAKEOVER = "a client may reconnect before what it sent earlier is committed"
+    EARLY_PUBCOMP = "PUBCOMP is sent before the release of the id is in the journal"
+    LATE_PUBCOMP = "a repeated PUBREL is answered although the first one could not be written to the journal"
+    UNNOTED_END = (
+        "a clean session begins although the end of the last one could not be written to the journal"
+    )
     NO_SEARCH = "a start does not look for packet ids in the streams"
-    SEARCH_ALL = "a start takes ids for in use that were released"
+    SEARCH_ALL = "a start treats released packet ids as in use"
     POINT_TOO_FAR = "the replay point passes a message that is not settled"
-    POINT_TOO_LATE = "a message is in the files before the journal has the replay point of its stream"
-    PARTIAL = "a message that one of two streams has is sent to both again"
-    IDS_AFTER_CUT = "ids of the journal are believed after a power cut"
-    UNSYNCED_DUPLICATE = "a message found at a start passes for stored before it is synced"
+    POINT_TOO_LATE = "a message is written before the replay point of its stream is in the journal"
+    PARTIAL = "a resent message that one of two streams already has is stored in both"
+    IDS_AFTER_CUT = "the packet ids in the journal are trusted after a power cut"
+    UNSYNCED_DUPLICATE = "a message found at a start counts as stored before it is synced"
 
 
 class Batch(NamedTuple):
@@ -93,10 +95,12 @@ class Log(NamedTuple):
     frames: tuple[tuple[int, ...], ...] = ()
     safe: int = 0
     flight: tuple[int, ...] = ()
-    second: bool = False  # the group in flight was written a second time, to a new segment
-    hollow: bool = False  # (by a defect) the sync will succeed, but the data is not on the disk
+    second: bool = False  # the group in flight was written again, to a new segment
+    hollow: bool = False  # (only with a defect) the sync will succeed, but the data is not on the disk
     pending: tuple[int, ...] = ()
-    left: tuple[int, tuple[int, ...]] | None = None  # (by a defect) a failed frame, and what precedes it
+    left: tuple[int, tuple[int, ...]] | None = (
+        None  # (only with a defect) a failed frame, and the number of frames before it
+    )
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -110,7 +114,7 @@ class Log(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A replay point; `open` are the numbers that are not settled, with their messages."""
+    """A replay point. `open` has the unsettled numbers with their messages."""
 
     upto: int
     known: frozenset[int] = frozenset()
@@ -118,7 +122,7 @@ class Point(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the journal says: ids in use, streams that have a message which others lack, replay points."""
+    """The journal: packet ids in use, streams that have a message which others lack, replay points."""
 
     incoming: frozenset[int] = frozenset()
     partial: tuple[tuple[int, frozenset[int]], ...] = ()
@@ -126,7 +130,7 @@ class Kept(NamedTuple):
 
 
 class State(NamedTuple):
-    """Everything. `kept` is in the journal's file; `session` is the same in memory."""
+    """The whole state. `kept` is the content of the journal's file; `session` is the same in memory."""
 
     client: tuple[Sent, ...]
     up: bool = True
@@ -135,8 +139,8 @@ class State(NamedTuple):
     batches: tuple[Batch, ...] = ()
     session: Kept = Kept()
     kept: Kept = Kept()
-    older: Kept | None = None  # what the journal said before (only for a defect)
-    promised: frozenset[tuple[int, int]] = frozenset()  # acknowledged messages, and the streams they are in
+    older: Kept | None = None  # (only with a defect) the content of the journal before its last write
+    promised: frozenset[tuple[int, int]] = frozenset()  # acknowledged messages, and their streams
     failures: int = 0  # writes, syncs and connections that have failed
     cuts: int = 0
     clean: bool = False  # a clean session was begun
@@ -225,34 +229,34 @@ class Commit:
         self.invariants = (
             Invariant[State](
                 "an acknowledged message is in each of its streams",
-                "An answer waits in the inbox for the commit of every stream of its message. A packet id "
-                "counts as used only from then on, and as free again only once the journal says so: so no "
-                "message passes for one that is stored.",
+                "The answer waits in the inbox until every stream has committed the message. Only then does "
+                "the packet id count as used. It is free again only once the journal has its release. So no "
+                "message is taken for one that is already stored.",
                 self.acknowledged_is_stored,
             ),
             Invariant[State](
                 "a QoS 2 message is in a stream once",
-                "Its id is in the journal, or its message is above the replay point, where a start finds "
-                "it. What one of two streams has is remembered. Over a power cut the ids are forgotten: "
-                "twice is better than never.",
+                "Its packet id is in the journal, or the message is above the replay point, where a start "
+                "finds it. If only one of two streams has the message, the session remembers that. A power "
+                "cut clears the ids: a duplicate is better than a loss.",
                 self.once,
             ),
             Invariant[State](
                 "messages are stored in the order in which they were sent",
-                "A failed group takes everything pending behind it along, and nothing more is read from a "
-                "connection of which a message has failed.",
+                "If a group fails, everything that is pending after it fails too. Nothing more is read from "
+                "a connection once one of its messages has failed.",
                 self.in_order,
             ),
             Invariant[State](
                 "a committed message keeps its number",
-                "Frames are only appended. The numbers of a failed group are given again, and nobody has "
-                "seen them.",
+                "Frames are only appended. The numbers of a failed group are used again, but nobody has seen "
+                "them.",
                 keeps=self.numbers_stay,
             ),
         )
 
     def begins(self) -> Iterable[State]:
-        """A connected client with everything still to send."""
+        """A connected client that has sent nothing yet."""
         yield State(tuple(Sent.NEW for _ in self.kinds), kept=Kept())
 
     def is_over(self, state: State) -> bool:
@@ -262,7 +266,7 @@ class Commit:
     # -- the client ------------------------------------------------------------------------------
 
     def publish(self, state: State) -> Steps[State]:
-        """The next message of the client, and what the broker does with it; or it is lost on the way."""
+        """The client sends its next message. The broker receives it, or it is lost on the way."""
         holds = any(batch.error and batch.live for batch in state.batches)
         if not state.up or not state.connected or (holds and self.defect is not Defect.READS_ON):
             return
@@ -314,7 +318,7 @@ class Commit:
         return state._replace(logs=logs, batches=(*state.batches, batch), session=session, kept=kept)
 
     def release(self, state: State) -> Steps[State]:
-        """The client is done with a packet id."""
+        """The client releases a packet id."""
         holds = any(batch.error and batch.live for batch in state.batches)
         if not state.up or not state.connected or holds:
             return
@@ -334,13 +338,13 @@ class Commit:
             yield f"the client sends PUBREL of the {NAMES[message]} message", self._advance(after)
 
     def connect(self, state: State) -> Steps[State]:
-        """The client comes back to its session."""
+        """The client reconnects to its session."""
         waits = any(batch.unstored for batch in state.batches) and self.defect is not Defect.TAKEOVER
         if state.up and not state.connected and not waits:
             yield "the client connects", state._replace(connected=True)
 
     def connect_clean(self, state: State) -> Steps[State]:
-        """The client comes back without its session, and forgets what it has not finished."""
+        """The client reconnects with a clean session, and abandons its unfinished messages."""
         waits = any(batch.unstored for batch in state.batches) and self.defect is not Defect.TAKEOVER
         if not self.cleans or state.clean or not state.up or state.connected or waits:
             return
@@ -361,7 +365,7 @@ class Commit:
             yield "the client connects with a clean session; the journal cannot be written", failed
 
     def breaks(self, state: State) -> Steps[State]:
-        """The connection is lost; what has arrived is stored all the same."""
+        """The connection is lost. What has arrived is stored all the same."""
         live = any(batch.live for batch in state.batches)
         if state.up and state.connected and live and state.failures < self.failures:
             closed = self._closed(state)
@@ -395,7 +399,7 @@ class Commit:
         return state._replace(logs=_put(state.logs, stream, fresh), batches=batches)
 
     def commit(self, state: State) -> Steps[State]:
-        """The group in flight is committed, with `flush_on_write` after its sync."""
+        """The group in flight is committed; with `flush_on_write`, after its sync."""
         for stream, log in enumerate(state.logs):
             if not state.up or not log.flight:
                 continue
@@ -413,14 +417,14 @@ class Commit:
             yield f"stream {STREAMS[stream]} {how} its group", self._advance(after)
 
     def write_fails(self, state: State) -> Steps[State]:
-        """A write fails: the group is not stored."""
+        """A write fails, and the group is not stored."""
         for stream, log in enumerate(state.logs):
             if state.up and log.pending and not log.flight and state.failures < self.failures:
                 flying = self._in_flight(state, stream)
                 yield f"stream {STREAMS[stream]} cannot write its group", self._failed(flying, stream)
 
     def sync_fails(self, state: State) -> Steps[State]:
-        """A sync fails: once the group is written to a new segment, then it is not stored."""
+        """A sync fails. The group is written to a new segment; if that sync fails too, it is not stored."""
         for stream, log in enumerate(state.logs):
             if not state.up or not log.flight or not self.flush[stream] or state.failures >= self.failures:
                 continue
@@ -436,7 +440,7 @@ class Commit:
             )
 
     def _failed(self, state: State, stream: int) -> State:
-        """All that is pending or in flight fails; its numbers are given again."""
+        """Everything pending or in flight fails; its numbers are used again."""
         log = state.logs[stream]
         batches = tuple(
             batch._replace(waits=_put(batch.waits, stream, 0), failed=batch.failed | {stream}, error=True)
@@ -455,7 +459,7 @@ class Commit:
     # -- answers ---------------------------------------------------------------------------------
 
     def _advance(self, state: State) -> State:
-        """Note the ids of what is stored, and answer the leading packets that wait for nothing."""
+        """Record the ids of stored messages, and answer the leading packets that wait for nothing."""
         for at, batch in enumerate(state.batches):
             if batch.unstored and batch.waits == (0, 0) and not batch.error:
                 points = self._settled(state.session.points, batch, batch.places)
@@ -475,7 +479,7 @@ class Commit:
     ) -> tuple[Point | None, Point | None]:
         for stream, number in places:
             point = points[stream]
-            if point is None:  # the replay points were made anew by a start
+            if point is None:  # a start has begun new replay points
                 continue
             opened = tuple(one for one in point.open if one != (number, batch.message))
             known = point.known | {number}
@@ -518,7 +522,7 @@ class Commit:
         return state._replace(client=_put(state.client, message, sent), promised=promised)
 
     def _forget(self, state: State, batch: Batch) -> State:
-        """A message was not stored everywhere: its id is free, and what has it is remembered."""
+        """A message is not in all of its streams: free its id, and remember the streams that have it."""
         if not batch.unstored:
             return state
         session, number = state.session, self.ids[batch.message]
@@ -540,7 +544,7 @@ class Commit:
     # -- the journal -----------------------------------------------------------------------------
 
     def journal(self, state: State) -> Steps[State]:
-        """What has gathered for the journal is written."""
+        """Everything that is pending for the journal is written."""
         if not state.up:
             return
         fresh = self._to_keep(state)
@@ -561,7 +565,7 @@ class Commit:
         return state.session._replace(incoming=state.session.incoming - unstored, points=points)  # type: ignore[arg-type]
 
     def journal_fails(self, state: State) -> Steps[State]:
-        """The journal cannot be written: nothing that waits for it is acknowledged."""
+        """The journal cannot be written. Nothing that waits for it is acknowledged."""
         if state.up and state.failures < self.failures and any(one.journal for one in state.batches):
             batches = tuple(
                 batch._replace(journal=False, error=batch.error or batch.journal) for batch in state.batches
@@ -572,21 +576,21 @@ class Commit:
     # -- crashes ---------------------------------------------------------------------------------
 
     def kill(self, state: State) -> Steps[State]:
-        """What is in memory is lost, what was written stays."""
+        """Everything in memory is lost; everything written stays."""
         if state.up:
             logs = tuple(map(self._written, state.logs))
             yield "the service is killed", self._down(state, logs)
 
     @staticmethod
     def _written(log: Log) -> Log:
-        """What a start finds in the files. Frames whose numbers go back are cut off."""
+        """What a start finds in the files. It cuts off frames whose numbers go back."""
         frames = (*log.frames, log.flight) if log.flight else log.frames
         if log.left is not None:
             frames = (*frames[: log.left[0]], log.left[1])
         return Log(frames, min(log.safe, len(frames)))
 
     def cut(self, state: State) -> Steps[State]:
-        """What was not synced may be lost, frame by frame."""
+        """Each frame that was not synced may be lost."""
         if not self.cuts:
             return
         for logs in product(*(set(self._survivors(log)) for log in state.logs)):
@@ -622,7 +626,7 @@ class Commit:
         return closed._replace(up=False, batches=(), session=Kept(), logs=logs)  # type: ignore[arg-type]
 
     def start(self, state: State) -> Steps[State]:
-        """Read the journal, look for ids in the streams from the replay points on, write a snapshot."""
+        """Read the journal, search the streams for ids from their replay points on, write a snapshot."""
         if state.up:
             return
         kept, logs = state.kept, state.logs
@@ -638,7 +642,7 @@ class Commit:
                 known = number in point.known and self.defect is not Defect.SEARCH_ALL
                 if message == LOST or known or self.kinds[message].qos != 2:
                     continue
-                key = self.ids[message], self.kinds[message].streams  # the topic says where it goes
+                key = self.ids[message], self.kinds[message].streams  # the topic determines the streams
                 found[key] = found.get(key, frozenset()) | {stream}
             points[stream] = Point(len(messages))
         incoming, partial = kept.incoming, dict(kept.partial)
@@ -679,7 +683,7 @@ class Commit:
         return True
 
     def numbers_stay(self, before: State, after: State) -> bool:
-        """Whether a committed message keeps its number; over a power cut, one that is acknowledged does."""
+        """Whether a committed message, or after a power cut an acknowledged one, keeps its number."""
         if after.cuts > before.cuts:
             return all(
                 before.logs[stream].numbers.index(message) == after.logs[stream].numbers.index(message)
@@ -693,7 +697,7 @@ class Commit:
 
 
 def place(state: State) -> str:
-    """Where the first message is on its way into stream A."""
+    """How far the first message is on its way into stream A."""
     log, sent = state.logs[A], state.client[0]
     if sent is Sent.DONE:
         return "done"

@@ -1,10 +1,9 @@
-"""An explicit-state model checker: every state that a small model can be in, and what must hold in each.
+"""An explicit-state model checker: it visits every state of a small model and checks the invariants in each.
 
 A model has hashable states and `Transition`s, which map a state to those that may follow. States are visited
-breadth first, so the first broken invariant comes with a shortest story. A crash is tried in every state,
-until the bound on crashes is used up. Also checked: from every state the model can reach its end without
-any more faults, so the protocol never gets stuck; and every transition is taken somewhere, so no part of the
-model is idle.
+breadth first, so the first broken invariant comes with a shortest story. A crash is tried in every state, up
+to the bound on crashes. The explorer also checks that the model can complete from every state without another
+fault, so the protocol never gets stuck. `never_taken` finds transitions that no exploration took.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Transition(Generic[S]):
     name: str
     steps: Callable[[S], Steps[S]]
     code: tuple[str, ...] = ()
-    fault: bool = False  # a failure of the environment: nothing may depend on it
+    fault: bool = False  # a failure of the environment; the protocol must complete without it
     crash: bool = False  # a fault that counts against the bound on crashes
 
     @property
@@ -36,7 +35,7 @@ class Transition(Generic[S]):
 
 @dataclass(frozen=True)
 class Invariant(Generic[S]):
-    """What holds in every state (`holds`), or over every step (`keeps`), and why."""
+    """A property of every state (`holds`) or of every step (`keeps`), and why it is true."""
 
     says: str
     why: str
@@ -45,7 +44,7 @@ class Invariant(Generic[S]):
 
 
 class Model(Protocol[S]):
-    """What the explorer needs."""
+    """The interface of a model."""
 
     transitions: Sequence[Transition[S]]
     invariants: Sequence[Invariant[S]]
@@ -54,11 +53,11 @@ class Model(Protocol[S]):
         """The first states."""
 
     def is_over(self, state: S) -> bool:
-        """Whether everything that was to be done is done."""
+        """Whether the protocol has completed."""
 
 
 class Explored(NamedTuple):
-    """What was visited; `taken` counts the steps of each transition."""
+    """How much was visited. `taken` counts the steps of each transition."""
 
     states: int
     steps: int
@@ -67,7 +66,7 @@ class Explored(NamedTuple):
 
 
 class Violation(AssertionError):  # noqa: N818 # named for what happened
-    """An invariant is broken; its text is a shortest story of how."""
+    """An invariant is broken. The text is a shortest sequence of steps to it."""
 
     def __init__(self, broken: str, story: Sequence[str], state: object) -> None:
         lines = [f"{number:3}. {line}" for number, line in enumerate(story, 1)]
@@ -81,17 +80,17 @@ class _Node(NamedTuple, Generic[S]):
 
 
 def explore(model: Model[S], crashes: int, *, most: int = 1_000_000) -> Explored:
-    """Visit every state with at most so many crashes; raises Violation.
+    """Visit every state that is reached with at most `crashes` crashes.
 
-    Raises OverflowError beyond `most` states: the model is to be made smaller.
+    Raises Violation if an invariant is broken, and OverflowError if there are more than `most` states.
     """
     always = [one for one in model.invariants if one.keeps is None]
     over_steps = [(one, one.keeps) for one in model.invariants if one.keeps is not None]
     nodes: list[_Node[S]] = []
     numbers: dict[_Node[S], int] = {}
-    came: list[tuple[int, str]] = []  # from which node, and what happened
+    came: list[tuple[int, str]] = []  # the node before, and the step from it
     depths: list[int] = []
-    before: list[list[int]] = []  # by which nodes a node is reached without a fault
+    before: list[list[int]] = []  # the nodes from which a node is reached without a fault
     taken: Counter[str] = Counter()
 
     def story(number: int) -> list[str]:
@@ -143,18 +142,18 @@ def explore(model: Model[S], crashes: int, *, most: int = 1_000_000) -> Explored
                 ends.append(number)
     for number, node in enumerate(nodes):
         if number not in good:
-            raise Violation("it can always go on to the end", story(number), node.state)
+            raise Violation("the protocol can always complete", story(number), node.state)
     return Explored(len(nodes), sum(taken.values()), max(depths), taken)
 
 
 def never_taken(model: Model[S], explored: Sequence[Explored]) -> list[str]:
-    """The transitions that none of these explorations took."""
+    """Return the transitions that none of these explorations took."""
     taken = sum((one.taken for one in explored), Counter[str]())
     return [transition.name for transition in model.transitions if not taken[transition.name]]
 
 
 def drawn(model: Model[S], crashes: int, view: Callable[[S], str]) -> dict[tuple[str, str], list[str]]:
-    """Which transitions lead from one view of a state to another: the model as a figure."""
+    """Return the transitions that lead from one view of a state to another, for a figure of the model."""
     seen = {(state, 0) for state in model.begins()}
     waiting, found = list(seen), dict[tuple[str, str], list[str]]()
     while waiting:

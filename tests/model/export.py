@@ -1,20 +1,20 @@
 """The export protocol: batches with durable boundaries, sent until they are accepted.
 
-Two streams with one export each, in one worker, and three messages over both. The streams are without
-`flush_on_write`, so a power cut may take any tail, also one that was exported. The destination is S3 as the
-exporter uses it: a batch is an object whose name is its boundaries; an object that is there is not
-overwritten, and one with the same rows counts as delivered.
+Two streams with one export each, in one worker, and three messages in total. The streams do not have
+`flush_on_write`, so a power cut may take the end of a stream, even if it was exported. The destination is S3
+as the exporter uses it: a batch is an object whose name is its boundaries. An existing object is not
+overwritten; if it has the same rows, it counts as delivered.
 
-With the newest first, a batch begins anywhere in what is pending, and the position has ranges.
+With `newest_first`, a batch may begin at any pending message, and the position has ranges.
 
-Or the destination takes each message for itself (`by_record`): then a write of the cursor may be without a
-sync. It survives the worker, and a power cut may take it. The cursor on the disk has a number above all
-that are sent until the next sync.
+With `by_record`, the destination takes each message on its own. A write of the cursor may then be without a
+sync: it survives the worker, but a power cut may take it. The cursor on the disk has a number above which
+nothing is sent before the next sync.
 
-Each message has an identity of its own, so that a number that is given to two messages is seen.
+Each message has its own identity, so the model notices a number that stands for two messages.
 
 Not modelled: rejected records and the dead-letter stream, exporters that send a batch in parts, several
-exports of one stream, redefinition, damaged cursors (they begin anew), and other writers in the bucket.
+exports of one stream, redefinition, damaged cursors (they restart), and other writers in the bucket.
 """
 
 from __future__ import annotations
@@ -32,24 +32,26 @@ Records = tuple[tuple[int, int], ...]  # numbers and identities
 
 
 class Defect(Enum):
-    """An essential step left out or done in the wrong order."""
+    """An essential step that is omitted or done in the wrong order."""
 
     NONE = "nothing"
     UNCOMMITTED = "a message is exported before it is committed"
     CURSOR_LATE = "a batch is sent before its boundaries are on the disk"
     CURSOR_LEADS = "the cursor passes a batch before it is accepted"
     LOST_IS_DELIVERED = "a batch whose answer was lost counts as delivered"
-    OTHER_BOUNDARIES = "a batch that may have arrived gets other boundaries without a look at the destination"
-    NO_FLOOR = "after a power cut a number that was exported is given again"
-    TRIM_EARLY = "retention frees what was sent and not accepted"
+    OTHER_BOUNDARIES = (
+        "a batch that may have arrived gets new boundaries before the gateway has looked at the destination"
+    )
+    NO_FLOOR = "after a power cut, a number that was exported is used again"
+    TRIM_EARLY = "retention frees messages that were sent but not accepted"
     UNRECORDED = "dropped messages are passed over without a record"
     RECORD_LATE = "the cursor passes dropped messages before they are recorded"
-    UNRESERVED = "a number is sent above what the cursor on the disk has reserved"
-    JUMPED = "the position moves behind a batch that was sent before older messages"
+    UNRESERVED = "a number is sent that the cursor on the disk has not reserved"
+    JUMPED = "the position moves beyond a batch that was sent before older messages"
 
 
 class Batch(NamedTuple):
-    """An attempt or an object: its boundaries and its rows."""
+    """An attempt or an object, with its boundaries and rows."""
 
     first: int
     last: int
@@ -59,7 +61,7 @@ class Batch(NamedTuple):
 class Cursor(NamedTuple):
     """Position and planned batch. `reached` is the highest number that may have been sent.
 
-    `ahead` are the numbers above the position that are settled, too.
+    `ahead` has the settled numbers above the position.
     """
 
     position: int = 0
@@ -68,7 +70,7 @@ class Cursor(NamedTuple):
     ahead: frozenset[int] = frozenset()
 
     def settled(self, numbers: Iterable[int]) -> Cursor:
-        """After these numbers are settled, and so is the batch."""
+        """Return the cursor after these numbers, and with them the batch, are settled."""
         ahead, position = self.ahead.union(numbers), self.position
         while position in ahead:
             position += 1
@@ -85,22 +87,24 @@ class Export(NamedTuple):
     committed: int = 0
     made: int = 0
     dropped: frozenset[int] = frozenset()  # by a limit, by retention, or skipped
-    freed: frozenset[int] = frozenset()  # of these by retention: all exports have passed them
+    freed: frozenset[int] = (
+        frozenset()
+    )  # the dropped ones that retention freed, because the export had passed them
     disk: Cursor = Cursor()  # what another worker reads
-    synced: Cursor = Cursor()  # what a power cut leaves at the least, with `by_record`
-    reserved: int = -1  # no number above is sent before the next sync
-    cursor: Cursor = Cursor()  # the worker's
-    doubtful: bool = False  # an attempt of the planned batch had no answer
+    synced: Cursor = Cursor()  # with `by_record`: what survives a power cut
+    reserved: int = -1  # nothing above this number is sent before the next sync
+    cursor: Cursor = Cursor()  # in the memory of the worker
+    doubtful: bool = False  # an attempt to send the planned batch got no answer
     told: frozenset[int] = frozenset()  # in the file of skipped ranges
-    untold: frozenset[int] = frozenset()  # (by a defect) in memory only
+    untold: frozenset[int] = frozenset()  # (only with a defect) in memory only
     sending: Batch | None = None
-    late: Batch | None = None  # its connection is gone, and it may still arrive
+    late: Batch | None = None  # its connection is gone, but it may still arrive
     objects: tuple[Batch, ...] = ()
-    moved: bool = False  # a batch got other boundaries for a good reason
+    moved: bool = False  # a batch has got new boundaries for a legitimate reason
 
 
 class State(NamedTuple):
-    """Both exports, and how many faults there were."""
+    """Both exports, and the number of faults."""
 
     exports: tuple[Export, Export] = (Export(), Export())
     lost: int = 0
@@ -108,9 +112,9 @@ class State(NamedTuple):
 
 
 class Exports:
-    """The model. `messages` of the two streams; at most so many lost answers and drops by a limit.
+    """The model. `messages` are sent to each stream; `lost` answers and `limited` drops are allowed.
 
-    `newest_first` is the order of both exports; `by_record`: their destination sees no batches.
+    `newest_first` is the order of both exports. With `by_record`, their destination knows no batches.
     """
 
     def __init__(
@@ -172,38 +176,39 @@ class Exports:
         self.invariants = (
             Invariant[State](
                 "a number never stands for two messages",
-                "Only committed messages are read. The highest number that may have been sent is on the "
-                "disk before it is sent, and after a power cut numbering goes on above it.",
+                "Only committed messages are read. Before a number is sent, it or a higher one is on the "
+                "disk, and after a power cut numbering continues above that.",
                 lambda state: all(map(_one_message_a_number, state.exports)),
             ),
             Invariant[State](
-                "what a cursor on the disk has passed has arrived or is recorded as dropped",
-                "The position moves when the destination has accepted, and is written later. A dropped "
-                "range is on the disk before the cursor that passes it.",
+                "every number that a cursor on the disk has passed has arrived or is recorded as dropped",
+                "The position moves once the destination has accepted the batch, and is written after that. "
+                "The record of a dropped range is on the disk before the cursor that passes the range.",
                 lambda state: all(map(_passed_has_arrived, state.exports)),
             ),
             Invariant[State](
-                "below what has arrived nothing is left out without a record",
-                "One batch at a time, in the order of the numbers; the next is planned when the last is "
-                "settled. With the newest first, the position has ranges, and leaves out what is to come.",
+                "no number below one that has arrived is skipped without a record",
+                "An export sends one batch at a time, in the order of the numbers, and plans the next one "
+                "when the last is settled. With the newest first, the ranges of the position show which "
+                "numbers are still to be sent.",
                 lambda state: all(_no_hole(one, newest_first) for one in state.exports),
             ),
             Invariant[State](
-                "retention frees only what has arrived",
-                "Retention asks for the position, which is behind what was accepted.",
+                "retention frees only messages that have arrived",
+                "Retention uses the position, which never leads what was accepted.",
                 lambda state: all(map(_freed_has_arrived, state.exports)),
             ),
             Invariant[State](
                 "a batch keeps its boundaries until it is accepted",
-                "They are on the disk before the first attempt, and each attempt has them as its name. "
-                "They change only if part of the batch was dropped, or if the gateway has looked and "
-                "found nothing under the old name.",
+                "They are on the disk before the first attempt, and are the name of the object in each "
+                "attempt. They change only if part of the batch was dropped, or if the gateway has looked "
+                "and found nothing under the old name.",
                 lambda state: all(map(_no_overlap, state.exports)),
             ),
         )
 
     def _each(self, name: str, steps: object, *code: str, fault: bool = False) -> Transition[State]:
-        """A transition that each of the two exports makes for itself."""
+        """A transition that each of the two exports makes on its own."""
 
         def both(state: State) -> Steps[State]:
             for at, export in enumerate(state.exports):
@@ -220,7 +225,7 @@ class Exports:
         yield State()
 
     def is_over(self, state: State) -> bool:
-        """Every message that is still there has arrived."""
+        """Every message that was not dropped has arrived."""
         return all(
             export.made == most and export.committed == len(export.log) and not export.sending
             and all(n in arrived(export) or n in export.dropped for n in range(export.committed))
@@ -268,7 +273,7 @@ class Exports:
         return len(export.log) if self.defect is Defect.UNCOMMITTED else export.committed
 
     def _plan(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
-        """The next batch: what is dropped is passed over and recorded, then boundaries are chosen."""
+        """The worker passes over and records what was dropped, then chooses the boundaries of a batch."""
         cursor, end = export.cursor, self._readable(export)
         if cursor.planned or export.sending:
             return
@@ -305,7 +310,7 @@ class Exports:
         return export._replace(told=export.told.union(numbers))
 
     def _write(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
-        """The cursor is written to the slot that is not the newest on the disk, and synced if it must be."""
+        """The cursor is written to the slot without the newest synced version, and synced if necessary."""
         cursor = export.cursor
         if not self.by_record:
             if cursor != export.disk:
@@ -319,18 +324,18 @@ class Exports:
             yield "the cursor is written", export._replace(disk=cursor)
 
     def _send(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
-        """The planned batch is sent, if its boundaries are on the disk."""
+        """The planned batch is sent once its boundaries are on the disk."""
         cursor = export.cursor
         if not cursor.planned or any(one.sending for one in state.exports):
             return  # one thread
         first, last = cursor.planned
         if last >= len(export.log):
-            return  # (by a defect) the message is gone again
+            return  # (only with a defect) a crash has taken the message
         if cursor != export.disk and self.defect is not Defect.CURSOR_LATE:
             return
         if any(n in export.dropped for n in range(first, last + 1)):
             yield (
-                "part of the batch was dropped: it is planned anew",
+                "part of the batch was dropped: it is planned again",
                 export._replace(cursor=cursor._replace(planned=None), moved=True),
             )
             return
@@ -342,7 +347,7 @@ class Exports:
         yield f"the batch {first}-{last} is sent", after
 
     def _portion(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
-        """The link is too slow for a batch whose answer was lost."""
+        """The link is too slow for a batch whose answer was lost: look for the batch, then shorten it."""
         cursor = export.cursor
         if not cursor.planned or export.sending or not export.doubtful:
             return
@@ -363,7 +368,7 @@ class Exports:
             )
 
     def _accept(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
-        """The destination has the object; one that is there under this name is not overwritten."""
+        """The destination stores the object. It does not overwrite an existing one with this name."""
         batch = export.sending
         if batch is not None and batch not in export.objects and not _occupied(export, batch):
             yield (
@@ -372,7 +377,7 @@ class Exports:
             )
 
     def _settle(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
-        """The answer has come: the position moves behind the batch."""
+        """The answer arrives, and the position moves beyond the batch."""
         batch, cursor = export.sending, export.cursor
         if batch is not None and batch in export.objects:
             after = cursor.settled(range(batch.first, batch.last + 1))
@@ -384,7 +389,7 @@ class Exports:
             )  # fmt: skip
 
     def _lose(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export, tuple[int, int]]]:
-        """No answer comes: the batch may have arrived."""
+        """No answer arrives. The batch may have arrived."""
         batch, cursor = export.sending, export.cursor
         if batch is None or state.lost >= self.lost:
             return
@@ -400,14 +405,14 @@ class Exports:
             )
 
     def _arrive(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
-        """What was on its way arrives after all."""
+        """An object that was still on its way arrives after all."""
         batch = export.late
         if batch is None:
             return
         if batch in export.objects or _occupied(export, batch):
             yield "a late object is refused", export._replace(late=None)
         else:
-            # If the gateway has looked meanwhile, it may have cut the batch short.
+            # If the gateway has looked in the meantime, it may have shortened the batch.
             moved = export.moved or export.cursor.planned != (batch.first, batch.last)
             yield (
                 "a late object arrives",
@@ -417,7 +422,7 @@ class Exports:
     # -- crashes ---------------------------------------------------------------------------------
 
     def _without_worker(self, state: State) -> Iterator[State]:
-        """Another worker reads the cursors. What was on its way is lost, or arrives late."""
+        """Another worker reads the cursors. A batch on its way is lost, or arrives late."""
         ends = [
             export._replace(
                 cursor=export.disk, doubtful=export.disk.planned is not None, sending=None, untold=frozenset()
@@ -433,15 +438,15 @@ class Exports:
                 yield state._replace(exports=(late[0], late[1]), lost=state.lost + 1)
 
     def _kill_worker(self, state: State) -> Steps[State]:
-        """Another worker reads the cursors."""
+        """The worker ends; another one reads the cursors."""
         for after in self._without_worker(state):
             yield "the worker is killed", after
 
     def _kill(self, state: State) -> Steps[State]:
-        """The service and its worker: what was written and not committed may be there or not."""
+        """The service and its worker end. What was written but not committed may be there or not."""
         exports = state.exports
         if exports[0].committed == len(exports[0].log) and exports[1].committed == len(exports[1].log):
-            return  # the same as the end of the worker
+            return  # then the same as a kill of the worker alone
         for killed in self._without_worker(state):
             one, other = (self._uncommitted_gone(export) for export in killed.exports)
             yield "the service is killed", killed._replace(exports=(one, other))
@@ -451,7 +456,7 @@ class Exports:
         return export._replace(log=export.log[: export.committed])
 
     def _cut(self, state: State) -> Steps[State]:
-        """Any tail of a stream may be gone; cursors are as they were synced, or as written since."""
+        """The end of a stream may be gone. Cursors are as last synced, or as written since."""
         for killed in self._without_worker(state):
             for first in self._left(killed.exports[0]):
                 for second in self._left(killed.exports[1]):
@@ -460,7 +465,7 @@ class Exports:
                             yield "the power is cut", killed._replace(exports=(one, other))
 
     def _left(self, export: Export) -> Iterator[Export]:
-        """What may be left of the cursor."""
+        """The cursors that a power cut may leave."""
         if not self.by_record:
             yield export
             return
@@ -496,7 +501,7 @@ def _share(one: Batch, other: Batch) -> bool:
 
 
 def arrived(export: Export) -> set[int]:
-    """The numbers that are at the destination."""
+    """Return the numbers that have arrived at the destination."""
     return {number for one in export.objects for number, _ in one.records}
 
 
@@ -537,7 +542,7 @@ def _no_overlap(export: Export) -> bool:
 
 
 def stage(state: State) -> str:
-    """Where the export of A is with its batch."""
+    """The stage of the batch of stream A."""
     export = state.exports[0]
     if export.sending:
         return "accepted" if export.sending in export.objects else "sent"

@@ -1,15 +1,15 @@
-"""The ingest commit: plan from names, work in tasks, one commit of data files and state.
+"""The ingest commit: a plan from object names, work in tasks, one commit of data files and state.
 
-Two streams with three messages: numbers 0 and 1 of A, and 0 of B. Four uploads may come in any order: A 0-1
-good, A 0-1 bad (the same key with another ETag), A 1-1, which overlaps, and B 0-0, whose message a limit may
-drop instead. Uploads can be deleted and come again. The gateway's report says up to where everything was
+Two streams have three messages: numbers 0 and 1 of A, and 0 of B. There are four uploads, in any order: a
+good A 0-1; a bad A 0-1 (the same key with another ETag); A 1-1, which overlaps; and B 0-0, whose message a
+limit may drop instead. Uploads may be deleted and repeated. The gateway report says which messages were
 uploaded or dropped.
 
-Two drivers run at the same time, each as often as it likes. Both are alike, so states that differ in which is
-which count once. Sets are bit masks.
+Two drivers run at the same time, any number of times. They are interchangeable: states that differ only in
+which driver is which count once. Sets are bit masks.
 
-Not modelled: compaction and other engines, rolling back, new columns, unreadable objects, rounds of limited
-size, the second step (`refine`, which commits in the same way).
+Not modelled: compaction and other engines, rollbacks, new columns, unreadable objects, rounds of limited
+size, and the second step (`refine`, which commits in the same way).
 """
 
 from __future__ import annotations
@@ -22,93 +22,93 @@ from tests.model.explorer import Invariant, Steps, Transition
 
 GOOD, TAIL, OTHER, BAD = range(4)  # the uploads
 NAMES = ("A 0-1", "A 1-1", "B 0-0", "a bad A 0-1")
-NUMBERS = (0b011, 0b010, 0b100, 0b011)  # which messages an upload promises: A 0, A 1, B 0
+NUMBERS = (0b011, 0b010, 0b100, 0b011)  # the messages in the name of each upload, as bits: A 0, A 1, B 0
 ALL = 0b111
 OF_B = 0b100
 
 
 class Defect(Enum):
-    """An essential step left out or done in the wrong order."""
+    """An essential step that is omitted or done in the wrong order."""
 
     NONE = "nothing"
-    OVERLAP = "overlapping objects of one plan do not share their numbers"
-    FILES_FIRST = "the files are committed before the state, and not with it"
-    STATE_FIRST = "the state is committed before the files, and not with them"
-    BLIND = "a commit does not look whether another run was first"
-    DOCUMENT_LATE = "the table points to a state document that is not written yet"
-    TWICE = "a commit whose answer was lost is made again"
-    DISCARDS = "a refused round deletes its files although the table has them"
-    ORPHANS = "files of a killed task are committed with those of its repetition"
+    OVERLAP = "a plan takes the numbers that two objects share from both"
+    FILES_FIRST = "the files are committed before the state instead of with it"
+    STATE_FIRST = "the state is committed before the files instead of with them"
+    BLIND = "a commit does not check whether another run was first"
+    DOCUMENT_LATE = "the table points to a state document that has not been written yet"
+    TWICE = "a commit whose answer was lost is repeated"
+    DISCARDS = "a refused round deletes its files although they are in the table"
+    ORPHANS = "files of a killed task are committed along with those of its retry"
     BAD_TAKEN = "an object that was refused counts as taken"
-    BY_KEY = "a refused object is known by its key alone"
-    GONE_WAITS = "an object that is gone counts as uploaded"
-    LIST_FIRST = "the objects are listed before the gateways' reports are read"
+    BY_KEY = "a refused object is recognized by its key alone"
+    GONE_WAITS = "a deleted object counts as uploaded"
+    LIST_FIRST = "the objects are listed before the gateway reports are read"
 
 
 class Phase(IntEnum):
-    """Where a run is."""
+    """The phase of a run."""
 
     IDLE = 0
-    BEGUN = 1  # the first of reports and listing is read
+    BEGUN = 1  # it has read the reports, but not the listing (with LIST_FIRST the reverse)
     LISTED = 2
     WORKING = 3
     WORKED = 4
     SAVED = 5  # the state document is written
-    HALF = 6  # (by a defect) one half of the commit is made
+    HALF = 6  # (only with a defect) one half of the commit is made
     UNSURE = 7  # the answer to the commit was lost
 
 
 class Report(NamedTuple):
-    """What the gateway says: uploaded or dropped, and dropped."""
+    """The gateway report: messages that were uploaded or dropped, and those that were dropped."""
 
     exported: int = 0
     dropped: int = 0
 
 
 class Driver(NamedTuple):
-    """One run: what it has read, planned and done."""
+    """One run, with what it has read, planned and done."""
 
     phase: Phase = Phase.IDLE
     report: Report = Report()
     listing: int = 0
-    base: int = 0  # the version that it planned from
+    base: int = 0  # the version of the table from which it planned
     covered: int = 0
     refused: int = 0  # uploads
-    work: tuple[tuple[int, int], ...] = ()  # uploads, and the numbers to keep of each
+    work: tuple[tuple[int, int], ...] = ()  # uploads, and the numbers to take from each
     rows: tuple[int, ...] = ()  # messages in its data files
     taken: int = 0
     bad: int = 0
-    gone: int = 0  # uploads that this run found to be there no more
+    gone: int = 0  # uploads that this run did not find any more
     mine: bool = False  # the table points to the version of this round
 
 
 class Table(NamedTuple):
-    """Rows, and the state in the document that the table points to. Versions are counted from 0."""
+    """The rows, and the state in the document that the table points to. `version` counts from 0."""
 
     rows: tuple[int, ...] = ()
     version: int = 0
     covered: int = 0
     refused: int = 0
-    readable: bool = True  # the document is there
+    readable: bool = True  # the document exists
 
 
 class State(NamedTuple):
-    """Everything."""
+    """The whole state."""
 
     bucket: int = 0
-    uploaded: int = 0  # messages that were uploaded at some time, or dropped
+    uploaded: int = 0  # messages that were ever uploaded, or dropped
     dropped: int = 0
     report: Report = Report()
     table: Table = Table()
     drivers: tuple[Driver, Driver] = (Driver(), Driver())
     deleted: int = 0
-    lost: int = 0  # answers
-    proven: bool = False  # a run has said that all is there
-    wrong: str = ""  # what a run has said and is not so
+    lost: int = 0  # how many answers were lost
+    proven: bool = False  # a run has reported the table as complete
+    wrong: str = ""  # a false statement of a run
 
 
 class Ingest:
-    """The model; at most so many objects are deleted, and so many answers lost."""
+    """The model. At most `deletions` objects are deleted and `lost` answers are lost."""
 
     def __init__(
         self,
@@ -153,26 +153,26 @@ class Ingest:
         self.invariants = (
             Invariant[State](
                 "a message is in the table once",
-                "A plan gives each number to one object. A round is committed only on top of the state "
-                "that it was planned from. Of a task that was repeated, only the files that its last "
-                "attempt has reported count.",
+                "A plan takes each number from one object. A round is committed only if the table still has "
+                "the state from which it was planned. If a task was repeated, only the files that its last "
+                "attempt reported count.",
                 lambda state: len(set(state.table.rows)) == len(state.table.rows),
             ),
             Invariant[State](
                 "the state covers exactly what is in the table",
-                "Files and the pointer to the state change in one commit.",
+                "The files and the pointer to the state change in one commit.",
                 lambda state: sum(1 << row for row in set(state.table.rows)) == state.table.covered,
             ),
             Invariant[State](
                 "a verdict is true",
-                "Reports are read before objects are listed: what a report says was uploaded is in the "
-                "listing, or somebody has deleted it. What was refused or is gone does not count as "
+                "Reports are read before objects are listed. So each object that a report calls uploaded is "
+                "in the listing, unless somebody has deleted it. Refused and deleted objects do not count as "
                 "uploaded.",
                 lambda state: not state.wrong,
             ),
             Invariant[State](
-                "what is in the table stays",
-                "A refused round deletes its files only after a look at what the table has.",
+                "rows in the table stay there",
+                "A refused round deletes its files only after it has checked that the table lacks them.",
                 keeps=lambda before, after: set(before.table.rows) <= set(after.table.rows),
             ),
         )
@@ -180,7 +180,7 @@ class Ingest:
     def _each(
         self, name: str, steps: object, *code: str, fault: bool = False, crash: bool = False
     ) -> Transition[State]:
-        """A transition of either driver."""
+        """A transition that either driver makes."""
 
         def both(state: State) -> Steps[State]:
             for at in range(self.drivers):
@@ -200,17 +200,17 @@ class Ingest:
         return Transition(name, both, code, fault=fault, crash=crash)
 
     def begins(self) -> Iterable[State]:
-        """Nothing uploaded, no table."""
+        """Nothing is uploaded, and the table is empty."""
         yield State()
 
     def is_over(self, state: State) -> bool:
-        """Every message is in the table or dropped, and a run has said so."""
+        """Every message is in the table or dropped, and a run has reported that."""
         return state.proven and state.table.covered | state.dropped == ALL
 
     # -- the gateway and the bucket --------------------------------------------------------------
 
     def upload(self, state: State) -> Steps[State]:
-        """An object appears, or comes again. The bad and the good one have the same key."""
+        """An object is uploaded, perhaps again. The bad and the good one have the same key."""
         for upload in self.uploads:
             if state.bucket & 1 << upload:
                 continue
@@ -234,7 +234,7 @@ class Ingest:
             yield "a limit drops B 0", state._replace(uploaded=state.uploaded | OF_B, dropped=OF_B)
 
     def reports(self, state: State) -> Steps[State]:
-        """The gateway reports what it has uploaded."""
+        """The gateway reports what it has uploaded and dropped."""
         fresh = Report(state.uploaded, state.dropped)
         if fresh != state.report:
             yield "the gateway reports", state._replace(report=fresh)
@@ -251,7 +251,7 @@ class Ingest:
     # -- a run -----------------------------------------------------------------------------------
 
     def _begin(self, state: State, driver: Driver) -> Iterator[tuple[str, Driver]]:
-        """A run reads the reports of the gateways."""
+        """A run reads the gateway reports."""
         if driver.phase is Phase.IDLE:
             if self.defect is Defect.LIST_FIRST:
                 yield "a run lists the objects", Driver(Phase.BEGUN, listing=state.bucket)
@@ -259,7 +259,7 @@ class Ingest:
                 yield "a run reads the gateway's report", Driver(Phase.BEGUN, state.report)
 
     def _list(self, state: State, driver: Driver) -> Iterator[tuple[str, Driver]]:
-        """It lists the objects."""
+        """The run lists the objects."""
         if driver.phase is Phase.BEGUN:
             if self.defect is Defect.LIST_FIRST:
                 yield (
@@ -285,7 +285,7 @@ class Ingest:
         return tuple(work)
 
     def _plan(self, state: State, driver: Driver) -> Iterator[tuple[str, Driver]]:
-        """It loads the state that the table points to, and plans a round from the names of the objects."""
+        """The run loads the state that the table points to, and plans a round from object names alone."""
         table = state.table
         if driver.phase is Phase.LISTED and table.readable and (work := self._todo(table, driver)):
             yield "a run plans a round", driver._replace(
@@ -294,7 +294,7 @@ class Ingest:
             )  # fmt: skip
 
     def _work(self, state: State, driver: Driver) -> Iterator[tuple[str, Driver]]:
-        """A task reads an object, checks it, and writes the fresh rows to a data file."""
+        """A task reads and checks an object, and writes its new rows to a data file."""
         if driver.phase is not Phase.WORKING:
             return
         (upload, fresh), *rest = driver.work
@@ -312,7 +312,7 @@ class Ingest:
             yield f"a task takes {NAMES[upload]}", after._replace(rows=rows, taken=driver.taken | fresh)
 
     def _task_killed(self, state: State, driver: Driver) -> Iterator[tuple[str, Driver]]:
-        """A task dies with its file written; it is repeated."""
+        """A task dies after it has written its file, and is repeated."""
         if driver.phase is Phase.WORKING and state.bucket & 1 << driver.work[0][0]:
             rows = driver.rows
             if self.defect is Defect.ORPHANS and driver.work[0][0] != BAD:
@@ -320,7 +320,7 @@ class Ingest:
             yield "a task is killed when its file is written, and repeated", driver._replace(rows=rows)
 
     def _save(self, state: State, driver: Driver) -> Iterator[tuple[str, Driver]]:
-        """The state document is written under a new name."""
+        """The driver writes the state document under a new name."""
         if driver.phase is not Phase.WORKED:
             return
         if not driver.taken and not driver.bad:
@@ -344,7 +344,7 @@ class Ingest:
         return state._replace(table=Table(rows, version, covered, refused, readable))
 
     def _commit(self, state: State, driver: Driver) -> Iterator[tuple[str, Driver, State]]:
-        """Files and pointer are committed, if the table still has the version that was planned from."""
+        """The driver commits files and pointer, if the table still has the version from which it planned."""
         table = state.table
         if driver.phase is Phase.HALF:
             yield "the other half is committed", _again(driver), self._other_half(state, driver)
@@ -363,7 +363,7 @@ class Ingest:
             if self.defect is Defect.DISCARDS and driver.phase is Phase.UNSURE:
                 rows = tuple(row for row in rows if row not in driver.rows)
             yield (
-                "another run was first: the round is thrown away",
+                "another run was first: the round is discarded",
                 _again(driver),
                 state._replace(table=table._replace(rows=rows)),
             )
@@ -381,7 +381,7 @@ class Ingest:
         return state._replace(table=table._replace(readable=True))
 
     def _commit_unsure(self, state: State, driver: Driver) -> Iterator[tuple[str, Driver, State]]:
-        """The answer to a commit, made or not, is lost."""
+        """The answer to a commit is lost, whether the commit was made or not."""
         if driver.phase is Phase.SAVED and state.lost < self.lost and state.table.version == driver.base:
             spent = state._replace(lost=state.lost + 1)
             after = driver._replace(phase=Phase.UNSURE)
@@ -393,7 +393,7 @@ class Ingest:
             yield "the connection breaks before the commit", after, spent
 
     def _finish(self, state: State, driver: Driver) -> Iterator[tuple[str, Driver, State]]:
-        """Nothing is left to plan: the run gives its verdict."""
+        """If nothing is left to plan, the run gives its verdict."""
         table = state.table
         if driver.phase is not Phase.LISTED or not table.readable or self._todo(table, driver):
             return
@@ -410,20 +410,20 @@ class Ingest:
         after = state._replace(proven=complete and report.exported == ALL)
         there = sum(1 << row for row in set(table.rows))
         if complete and report.exported & ~there & ~report.dropped:
-            after = after._replace(wrong="a run says that all is there, and a message is not")
+            after = after._replace(wrong="a run calls the table complete, but a message is missing")
         if not complete and not state.deleted and not table.refused and not driver.gone:
-            after = after._replace(wrong="a run says that a message is lost, and it is not")
+            after = after._replace(wrong="a run says that a message is lost, but it is not")
         verdict = "complete" if complete else "incomplete"
-        yield f"a run ends and says: {verdict}", Driver(), after
+        yield f"a run ends with the verdict: {verdict}", Driver(), after
 
     def _killed(self, state: State, driver: Driver) -> Iterator[tuple[str, Driver]]:
-        """A driver dies; the next run begins anew."""
+        """A driver dies. The next run starts over."""
         if driver.phase > Phase.LISTED:
             yield "a driver is killed", Driver()
 
 
 def _again(driver: Driver) -> Driver:
-    """The run goes on with its next round."""
+    """The run continues with its next round."""
     return Driver(Phase.LISTED, driver.report, driver.listing, gone=driver.gone)
 
 
@@ -432,5 +432,5 @@ def _messages(mask: int) -> list[int]:
 
 
 def phase(state: State) -> str:
-    """Where the only run is."""
+    """The phase of the only run."""
     return state.drivers[0].phase.name.lower()

@@ -1,4 +1,4 @@
-"""The three protocols, explored exhaustively; and that each of their steps is needed."""
+"""The three protocols are explored exhaustively, and each of their steps is shown to be necessary."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TWO_A, TWO_B, TWO_BOTH = Kind(2, (0,)), Kind(2, (1,)), Kind(2, BOTH)
 MIXED = (TWO_BOTH, ONE_A, TWO_A)
 FLUSH, HALF, PLAIN = (True, True), (True, False), (False, False)
 MODELS: tuple[Model[Any], ...] = (Commit(MIXED, flush=FLUSH), Exports(), Ingest())
-STUCK = "it can always go on to the end"
+STUCK = "the protocol can always complete"
 
 
 def explored(model: Model[Any], crashes: int, **limits: int) -> Explored:
-    """Explore, and show how much it was (pytest -rP)."""
+    """Explore, and print the size of the model (pytest -rP)."""
     found = explore(model, crashes, **limits)
     print(f"{found.states:,} states, {found.steps:,} steps, the furthest {found.depth} steps from the start")
     return found
@@ -146,7 +146,7 @@ COMMIT: dict[D, tuple[Callable[..., Commit], dict[str, int], int, str]] = {
     D.UNSYNCED_DUPLICATE: (one_stream, {}, 2, STORED),
 }
 
-PASSED = "what a cursor on the disk has passed has arrived or is recorded as dropped"
+PASSED = "every number that a cursor on the disk has passed has arrived or is recorded as dropped"
 NUMBER = "a number never stands for two messages"
 EXPORT = {
     E.UNCOMMITTED: NUMBER,
@@ -155,11 +155,11 @@ EXPORT = {
     E.LOST_IS_DELIVERED: PASSED,
     E.OTHER_BOUNDARIES: "a batch keeps its boundaries until it is accepted",
     E.NO_FLOOR: NUMBER,
-    E.TRIM_EARLY: "retention frees only what has arrived",
+    E.TRIM_EARLY: "retention frees only messages that have arrived",
     E.UNRECORDED: PASSED,
     E.RECORD_LATE: PASSED,
     E.UNRESERVED: NUMBER,
-    E.JUMPED: "below what has arrived nothing is left out without a record",
+    E.JUMPED: "no number below one that has arrived is skipped without a record",
 }
 
 ROWS, COVERS, VERDICT = (
@@ -222,9 +222,9 @@ def test_every_invariant_can_fail() -> None:
     known = {one.says for model in MODELS for one in model.invariants}
     broken = {row[3] for row in COMMIT.values()} | {*EXPORT.values()} | {row[2] for row in INGEST.values()}
     assert broken <= known | {STUCK}
-    # Another one is broken before these: look for them alone.
+    # Another invariant is broken before these, so they are checked alone.
     alone: dict[str, Model[Any]] = {
-        "what is in the table stays": Ingest((GOOD, OTHER), deletions=0, defect=G.DISCARDS),
+        "rows in the table stay there": Ingest((GOOD, OTHER), deletions=0, defect=G.DISCARDS),
     }
     assert known - broken == alone.keys()
     for says, model in alone.items():
@@ -247,14 +247,16 @@ def is_there(code: str) -> bool:
 
 def test_every_function_that_a_transition_stands_for_is_there() -> None:
     named = {code for model in MODELS for transition in model.transitions for code in transition.code}
-    assert [code for code in sorted(named) if not is_there(code)] == [], "renamed? then name it anew"
+    assert [code for code in sorted(named) if not is_there(code)] == [], (
+        "was it renamed? then name it here as it is now"
+    )
 
 
 # -- the explorer --------------------------------------------------------------------------------------
 
 
 class Counter:
-    """Counts to three; a crash sets it back, by a defect beyond zero."""
+    """Counts to three. A crash sets it back, with a defect to below zero."""
 
     def __init__(self, back: int, *, ends: int = 3) -> None:
         self.transitions = (

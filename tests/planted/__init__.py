@@ -1,5 +1,5 @@
-"""Sixty defects planted in the code, and what finds them: `python -m tests.planted`.
+"""Eighty defects that are planted in the code to see what finds them: `python -m tests.planted`.
 
-`defects.toml` has the defects. Each is one line of code that a careful engineer could write, and that breaks
-a promise of the documentation.
+They are in `defects.toml`. Each is one line that a careful engineer could have written, and that breaks a
+promise of the documentation.
 """

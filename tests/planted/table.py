@@ -1,4 +1,4 @@
-"""What finds the planted defects: `results.json`, and the table that `docs/proof.md` shows of it."""
+"""The results: what finds each planted defect (`results.json`), and the table of them in `docs/proof.md`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Results = dict[str, dict[str, Found]]  # by the name of the defect, then "simula
 
 
 def read() -> Results:
-    """Read the results; a defect that was not tried yet has none."""
+    """Read the results. A defect that has not been tried yet has none."""
     if not RESULTS.exists():
         return {}
     stored: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text())
@@ -81,14 +81,14 @@ def _short(test: str) -> str:
 
 
 def page(content: str, table: str) -> str:
-    """A page with the table between its marks."""
+    """Return the page with the table between its markers."""
     before, _, rest = content.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
 
 
 def write() -> None:
-    """Bring the page up to date with the results."""
+    """Update the page from the results."""
     PAGE.write_text(page(PAGE.read_text(), rendered(load(), read())))
 
 
