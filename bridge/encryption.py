@@ -2,24 +2,24 @@
 
 What it promises
 ----------------
-* What is sealed cannot be read, or changed unnoticed, without the master key.
-* No key is ever used twice with a nonce, whatever happens to files: see "Keys".
-* A wrong key is told apart from damage, and neither loses anything.
+* Without the master key, sealed data cannot be read, or changed unnoticed.
+* No key is ever used twice with the same nonce, whatever happens to files: see "Keys".
+* A wrong key is reported differently from damage. Neither causes data to be deleted.
 
 Master key
 ----------
-A text file with 64 hexadecimal digits (32 bytes) a line; empty lines and those that begin with `#` do not
-count. The first key encrypts, all decrypt. So a key is replaced without a moment in which something could not
-be read: see `Keys.rotate`.
+A text file with one key of 64 hexadecimal digits (32 bytes) per line. Empty lines and lines that begin with
+`#` are ignored. The first key encrypts, and all keys decrypt. So everything stays readable while a key is
+replaced: see `Keys.rotate`.
 
 Keys
 ----
     master key --encrypts--> opening key --HKDF(what is sealed)--> data key
 
-A process that seals something draws an *opening key*, 32 random bytes, and a random number for it. It never
-seals with that of another process. The nonce of each message is the next value of one counter in the memory
-of the process. Nothing that is on a disk decides over keys or nonces, so a torn tail, a file that is written
-again, a restored backup or a copied directory cannot repeat a pair.
+A process that seals data draws an *opening key*, 32 random bytes, and a random number that names the key. It
+never seals with the opening key of another process. The nonce of each message is the next value of a counter
+in the memory of the process. Neither keys nor nonces depend on the content of a disk. So a torn tail, a
+rewritten file, a restored backup or a copied directory cannot repeat a pair of key and nonce.
 
     <data_dir>/keys/<opening, 16 hex digits>.key = copy, zeros up to 4096, copy, zeros up to 8192
     copy   = magic "SBKEY\\0\\0\\1" | master u64 | opening u64 | nonce 12 bytes | sealed key 48 bytes
@@ -30,13 +30,13 @@ All numbers are little-endian. `master` names the key that encrypts the copy: th
 HMAC-SHA256(master key, "streambridge key id\\1"). The copy's key is HMAC-SHA256(master key, "streambridge
 wrap\\1"), its additional data is what precedes the nonce. A data key is HMAC-SHA256(opening key, context,
 "\\1"), which is HKDF-Expand (RFC 5869) for one block. `context` names what is sealed, such as a segment of a
-stream. The cipher is AES-256-GCM; its nonce is 4 zero bytes and the counter, its additional data are the
+stream. The cipher is AES-256-GCM. Its nonce is 4 zero bytes and the counter; its additional data is the
 context and what the caller adds.
 
-The file `spare` has the size of a key file, and becomes the next one: on a full disk, a start needs no room
-for its key. Each copy is written in place and synced before the other one, so one is always readable. A
-process holds a shared lock (flock) on the key file that it seals with, and `collect` deletes only files that
-nobody holds. `keys/` itself is locked while files are made, rotated or deleted.
+The file `spare` has the size of a key file and becomes the next one, so a start on a full disk needs no space
+for its key. The copies are written in place and synced one after the other, so one is always readable. A
+process holds a shared lock (flock) on the key file with which it seals, and `collect` deletes only files that
+nobody has locked. `keys/` itself is locked while files are created, rotated or deleted.
 """
 
 from __future__ import annotations

@@ -1,22 +1,23 @@
-"""What an exported object says of the numbers that filters have left out: its declaration.
+"""The declaration of an exported object: the numbers that filters have left out.
 
-An object covers all numbers first..last of its name. Those that the export's `topics` or `reduce`, or a
-plugin, has left out are in no row; the object declares them, so that nobody takes them for lost. Its rows are
-exactly the other numbers. An object that lacks none has no declaration, and is what it always was.
+An object covers all numbers first..last of its name. Numbers that the export's `topics` or `reduce`, or a
+plugin, has left out have no row. The object declares them, so that they do not count as lost. Its rows are
+exactly the other numbers. An object from which nothing was left out has no declaration.
 
     declaration = version u8 (1) | count u32 (big-endian) | bitmap, compressed (zlib, RFC 1950)
 
-The bitmap has one bit for each number of first..last, and is filled up to a whole byte with 0. Bit n % 8 of
-byte n // 8 (bit 0 is the lowest) is 1 if the number first + n was left out; `count` is how many are. It is in
+The bitmap has one bit for each number of first..last, padded to a whole byte with 0. Bit n % 8 of byte n // 8
+(bit 0 is the lowest) is 1 if the number first + n was left out. `count` is the number of such bits. The
+declaration is in
 
 * `ndjson.gz`: the subfield `SB` of the extra field in the header of the first gzip member (RFC 1952, section
   2.3.1.1), which every gzip reader skips;
 * `parquet`: the key-value metadata `streambridge.filtered`, in base64 (RFC 4648, section 4).
 
-The extra field holds 65,535 bytes. An object with a declaration covers at most `MAX_SPAN` numbers, whose
-bitmap takes half of that even if it cannot be compressed.
+The extra field holds at most 65,535 bytes. An object with a declaration covers at most `MAX_SPAN` numbers.
+Their bitmap takes half of that space even if it cannot be compressed.
 
-This module has no dependencies: the Spark executors import it too.
+This module has no dependencies, because Spark executors import it too.
 """
 
 from __future__ import annotations

@@ -1,24 +1,25 @@
 """The names of exported objects: the contract between gateways and the ingest job.
 
-One data object holds exactly the messages first..last of one stream, but for those that it declares as left
-out (`bridge.filtered`), and is never rewritten with other content:
+A data object has exactly the messages first..last of one stream, except those that it declares as left out
+(`bridge.filtered`). It is never overwritten with other content:
 
     <prefix>/gateway=<id>/stream=<escaped name>/epoch=<ms>/date=YYYY-MM-DD/hour=HH/<first>-<last>.<ext>
 
-* `epoch` is when the stream was created (Unix time in ms): a stream that is deleted and created again under
-  its name is another one, and its numbers start at 0 again. If the clock was not synchronised then, it is a
-  random time in the 35 years that follow. So use it to tell streams apart, not as a time.
-* `first` and `last` are sequence numbers, zero-padded to 20 digits, so that keys sort by number.
-* `date` and `hour` are those of the ingest time in UTC of its first message, `first` or the next one that was
-  not left out: a retry of the same batch has the same key.
+* `epoch` is the time at which the stream was created (Unix time in ms). If a stream is deleted and created
+  again under the same name, it gets a new epoch, and its numbers start at 0 again. If the clock was not
+  synchronised at that time, `epoch` is a random time in the 35 years that follow. So use it to tell streams
+  apart, not as a time.
+* `first` and `last` are sequence numbers, zero-padded to 20 digits, so keys sort by number.
+* `date` and `hour` come from the ingest time (UTC) of the first message that was not left out, so a retry of
+  the same batch has the same key.
 * `ext` is `ndjson.gz` or `parquet`.
 
 The object's user metadata has `rows-sha256`, the SHA-256 of its rows as uncompressed `ndjson`, in hex.
 
-Each gateway also has one gateway report, `<prefix>/_gateway/<escaped id>.json`: how far its streams go, and
-which numbers were dropped on purpose before they could be exported.
+Each gateway also has one gateway report, `<prefix>/_gateway/<escaped id>.json`. It states how far the streams
+go, and which numbers were dropped on purpose before they could be exported.
 
-This module has no dependencies: the Spark executors import it too.
+This module has no dependencies, because Spark executors import it too.
 """
 
 from __future__ import annotations

@@ -387,7 +387,7 @@ def file_format() -> str:
     ]
     for title, module in (
         ("The data directory", bridge.streams),
-        ("The format, and earlier ones", formats),
+        ("Format versions", formats),
         ("Names", layout),
         ("Segments and indexes", segment),
         ("Encryption", encryption),
@@ -396,7 +396,7 @@ def file_format() -> str:
         ("Export positions", cursor),
         ("Positions of consumers", consumer_journal),
         ("Sessions and retained messages", journal),
-        ("Their file", journalfile),
+        ("The journal file", journalfile),
         ("Exported objects", objectkeys),
         ("What filters leave out of an object", filtered),
     ):

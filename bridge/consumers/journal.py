@@ -1,24 +1,24 @@
-"""The file of a consumer's position. It is written before the reply that depends on it.
+"""The file of a consumer's position. A change is written before the reply that depends on it.
 
     <data_dir>/consumers/<stream>/<identifier>.consumer      named by `streams.layout`
 
-A file has two halves of the same size, written in turn; the valid one with the higher generation counts. A
-half begins with the whole position. Each change is appended. When a half is full, the whole position goes to
-the other one. So a torn write costs nothing that a reply has reported, and a file needs no more space once it
-exists: on a full disk it is consumers and exports that free space. (A file system that never writes in place,
-such as btrfs, can still fail.)
+A file has two halves of the same size, written in turn; the valid half with the higher generation counts. A
+half begins with the complete position, and each change is appended. When a half is full, the complete
+position is written to the other one. So a torn write loses nothing that a reply has reported. Once it exists,
+a file needs no more space, which matters because on a full disk it is consumers and exports that free space.
+(A file system that never writes in place, such as btrfs, can still fail.)
 
-    half   = head, record, record, ...     (then zeros, or what an earlier generation has left)
+    half   = head, record, record, ...     (then zeros, or remains of an earlier generation)
     head   = magic "SBCONS\\0\\1" | generation u64 | crc32 u32                                       20 bytes
     record = length u32 | crc32 u32 | msgpack body (`length` bytes)
 
-The CRC of a record begins with that of its half's head, and covers length and body. The first body is
+The CRC of a record starts from that of its half's head, and covers length and body. The first body is
 [identity, change], the others are changes: [at, frontier, [[first, last], ...] settled, [[number, until,
 deliveries, size], ...] leases, [messages, size, rejected, skipped, last time] counts]. `at` and `until` are
 in ms on the age timeline (`bridge.clock`), sizes in bytes.
 
 The first record that fails its check ends a half: its write was not finished. If no half is valid, the
-consumer begins again at its start: messages are delivered again, and none is lost.
+consumer starts again at its start sequence number: messages are delivered again, and none is lost.
 """
 
 from __future__ import annotations

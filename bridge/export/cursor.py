@@ -2,22 +2,21 @@
 
     <data_dir>/exports/lock                                         the worker holds it (flock)
     <data_dir>/exports/<stream>/<identifier>.cursor                 named by `streams.layout`
-    <data_dir>/exports/<stream>/<identifier>.skipped                ranges never exported, with reasons;
+    <data_dir>/exports/<stream>/<identifier>.skipped                ranges not exported, with reasons;
                                                                     only for `contiguous` exporters
 
-A cursor file has two slots of 4096 bytes; the valid slot with the higher generation counts. A write goes
-into the slot that is not the newest one on the disk. A torn write therefore costs one step back, and a
-write needs no rename and no directory sync. A write without a sync survives the end of the process; until
-the next sync, further writes go into the same slot, with a generation that is higher by two, and the other
-slot is what a power cut leaves. Both slots are written when an export begins, so that later writes are in
-place and need no space: a batch is sent only after its boundaries are written here, and on a full disk it
-is exports that free space. (A file system that never writes in place, such as btrfs, can still fail; then
-exports wait.)
+A cursor file has two slots of 4096 bytes; the valid slot with the higher generation counts. A write goes into
+the slot that does not have the newest synced cursor. So a torn write costs only one step, and a write needs
+no rename and no directory sync. A write without a sync survives the end of the process. Until the next sync,
+further writes go into the same slot, each with a generation that is higher by two, and a power cut leaves the
+other slot. Both slots are written when an export begins, so later writes are in place and need no space. This
+matters because a batch is sent only after its boundaries are written here, and on a full disk it is exports
+that free space. (A file system that never writes in place, such as btrfs, can still fail; then exports wait.)
 
     slot = magic "SBCURSR1" | generation u64 | length u32 | crc32 u32 (of the head and the body) | body
 
-`body` is msgpack of `Cursor`. If both slots fail their check, the export restarts at its start
-sequence number: messages are sent again, and none is lost.
+`body` is msgpack of `Cursor`. If both slots fail their check, the export starts again at its start sequence
+number: messages are sent again, and none is lost.
 
 If the export has rules or transforms with a state (`bridge.plugin.transform`), two areas of 65,536 bytes
 follow, one for each slot. `transform` in `body` is then `length u32 | crc32 u32` of the content of the slot's
@@ -25,24 +24,24 @@ area, and a slot whose area does not match is invalid. Area and slot are written
 
 In a cursor of an encrypted stream, `sealed` is true. `state` and the areas are then sealed
 (`bridge.encryption`) with the context "cursor\\0", the names of the stream's directory and of the file, each
-with "\\0", and the epoch u64 (little-endian). The first and the last 16 bytes of a sealed area follow its
-check in `transform`, the rest is the area.
+followed by "\\0", and the epoch u64 (little-endian). The first and the last 16 bytes of a sealed area follow
+its check in `transform`; the rest is the area.
 
-With `order = "newest first"` (`order`), `body` also has `ahead`, the ranges above `position` that are
-exported, and `planned_ahead` instead of `planned` for a batch that does not begin at `position`. Without
-such ranges it has neither key. A version that does not know the keys goes on from `position`, and exports
-the ranges once more.
+With `order = "newest first"` (`order`), `body` also has `ahead`, the exported ranges above `position`, and
+for a batch that does not begin at `position` it has `planned_ahead` instead of `planned`. Without such ranges
+it has neither key. A version that does not know these keys continues from `position`, and exports the ranges
+again.
 
 If writes may be without a sync (`position`), `body` has `reserved`, a number above which nothing is sent
-before the next sync, and `boot`, the boot id. The numbers of a stream go on after `reached`; in another
-boot after `reserved`.
+before the next sync, and `boot`, the boot id. The numbers of a stream continue after `reached`; after another
+boot, after `reserved`.
 
-A line of `.skipped` is `first last reason crc32`, appended and synced before the cursor passes the range; the
-first time, a process also writes and syncs again what it has found there. A line that fails its check ends
-the file. A file that has grown is replaced by its compact form: it keeps the newest `KEPT_RANGES` ranges and
-joins older neighbours into one with the reason `joined:<count>`. `count` numbers of such a range were
-skipped; the others were exported. Losses are never joined, nor are ranges with pending numbers between them.
-`bridge.plugin.reports` describes how readers interpret the ranges.
+A line of `.skipped` is `first last reason crc32`. It is appended and synced before the cursor passes the
+range. A process that appends for the first time also rewrites and syncs the lines that it has found. A line
+that fails its check ends the file. A file that has grown is replaced by its compact form, which keeps the
+newest `KEPT_RANGES` ranges and joins older adjacent ones into a range with the reason `joined:<count>`.
+`count` numbers of such a range were skipped; the others were exported. Losses are never joined, nor are
+ranges with pending numbers between them. `bridge.plugin.reports` describes how readers interpret the ranges.
 """
 
 from __future__ import annotations

@@ -1,26 +1,27 @@
-"""The record of drops: which numbers were dropped, when and why. The file `drops.log` of a stream.
+"""The record of drops, a stream's file `drops.log`: which numbers were dropped, when and why.
 
     record = first u64 | last u64 | time u64 (Unix ms) | reason u8 | zero u8 x 3 | crc u32        32 bytes
 
-A record is appended before the data it names is deleted, so every drop is explained. The file holds what the
-segments do not: numbers dropped inside a segment (message limits, purge by topic), and reasons.
+A record is appended before the data of its numbers is deleted, so every drop is explained. The file has what
+the segments lack: the numbers dropped inside a segment (message limits, purge by topic), and the reasons.
 
-A record that fails its check is skipped, and what it dropped may be back. The next start quarantines the
-file and keeps its sound records (see `recovery`). If zeros follow the record to the end of its sector of 512
-bytes, it is not damage but an unfinished write; the next record is written over the last such one.
+A record that fails its check is skipped, and the messages that it dropped may reappear. The next start
+quarantines the file and keeps its valid records (see `recovery`). If zeros follow the record to the end of
+its sector of 512 bytes, it is an unfinished write and not damage. The next record overwrites the last such
+one.
 
-A file that has grown is replaced by its compact form: neighbours with the same reason become one range, and
-below the oldest message all but the newest `KEPT` ranges are joined, except real losses. The compact form
-begins with 32 random bytes, which are no record; readers recognize a new file by them.
+A file that has grown is replaced by its compact form. Adjacent ranges with the same reason become one. Below
+the oldest message, all ranges but the newest `KEPT` are joined, except real losses. The compact form begins
+with 32 random bytes, which are not a record; they tell readers that the file is new.
 
-A record is synced before the files that it explains are deleted. Otherwise a record is synced at once only if
-applying the limits again would not come to the same drop.
+A record is synced before the files that it explains are deleted. Apart from that, a record is synced at once
+only if applying the limits again would not lead to the same drop.
 
-Preallocated zeros follow the records, from the stream's creation on (then its definition says so, see `meta`,
-and a file that is missing or shorter than `ROOM` is damage). Records are written over them: on a full disk
-nothing could be freed if its record needed a block. While the file cannot be extended, the second half is
-reserved for records that explain obsolete files, in joined form: one for all numbers below the oldest
-message, and one for each real loss.
+Preallocated zeros follow the records, and records overwrite them. If a record needed a new block, nothing
+could be freed on a full disk. The zeros are there from the stream's creation on; its definition says so (see
+`meta`), and then a file that is missing or shorter than `ROOM` is damaged. While the file cannot be extended,
+its second half is reserved for records that explain obsolete files, in joined form: one for all numbers below
+the oldest message, and one for each real loss.
 """
 
 from __future__ import annotations

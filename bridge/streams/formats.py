@@ -1,21 +1,21 @@
-"""The format of a data directory, and the conversion of earlier formats.
+"""The version of a data directory's format, and upgrades from earlier versions.
 
     <data_dir>/format = "streambridge data format " number [" upgrading"] " " crc32 of that, hex, "\\n"
 
-* 1: up to the first builds. There was no file `format`, and `lock` was a file
+* 1: the first builds. There is no file `format`, and `lock` is a file
 * 2: frames have an age (`segment`), and `lock` is a directory
-* 3: something may be encrypted (`bridge.encryption`). A directory of format 2 becomes one of format 3 with
-  its first encrypted stream: until then, earlier builds still open it
+* 3: streams may be encrypted (`bridge.encryption`). A directory changes from format 2 to format 3 with its
+  first encrypted stream; until then, earlier builds can still open it
 
-Upgrade: the first start of a newer build writes the new number with "upgrading", replaces the segments one by
-one, each atomically, and takes "upgrading" away when all streams have been opened. Each segment says its own
-format, so after a kill at any instant the next start continues. A message's age becomes its
-ingest time; the age timeline of a directory without a clock begins with the newest age that is stored.
+Upgrade: the first start of a newer build writes the new number with "upgrading". It then replaces the
+segments one by one, each atomically, and removes "upgrading" when all streams are open. Each segment states
+its own format, so after a kill at any instant the next start continues the upgrade. Each message gets its
+ingest time as its age. In a directory without a clock, the age timeline begins at the newest stored age.
 
-Downgrade: a build refuses a directory with a higher number than it knows. Those of format 1 do not look at
-the number; they open the file `lock` and stop at "Is a directory", before they have changed anything.
+Downgrade: a build refuses a directory with a higher number than it knows. Builds of format 1 do not read the
+number. They try to open `lock` as a file and stop with "Is a directory" before they have changed anything.
 
-    header of format 1 = as now, but for its magic "SBSEG\\0\\0\\1"
+    header of format 1 = as now, but with the magic "SBSEG\\0\\0\\1"
     frame of format 1  = magic "SBF1" | crc u32 | length u32 | columns u16 | zero u16 | number u32
                          | base u64 | time u64                                   36 bytes, then its body
 """

@@ -1,12 +1,12 @@
 """File names, and the class through which the store uses the file system.
 
-A stream's directory is its escaped name (`bridge.objectkeys.escape`), so `..`, spaces and `.log` are legal
-names and never paths. Escaped names over 200 characters are cut, and end with `~` and a digest; the
-definition has the full name. Segments are named by their first sequence number with 20 digits: sorted by
-name, they are sorted by number.
+A stream's directory has the escaped name of the stream (`bridge.objectkeys.escape`). So `..`, spaces and
+`.log` are legal names, and never act as paths. Escaped names over 200 characters are cut, and end with `~`
+and a digest; the definition has the full name. Segments are named by their first sequence number with 20
+digits, so they sort by number.
 
-All system calls that change or read stream data go through `Files`. Tests make any of them fail, and count
-what is read.
+All system calls that change or read stream data go through `Files`, so tests can make any of them fail and
+count reads.
 """
 
 from __future__ import annotations

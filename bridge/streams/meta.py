@@ -2,10 +2,10 @@
 
     meta.0, meta.1 = magic "SBMETA\\0\\1" | length u32 | crc u32 | msgpack of `Meta` (`length` bytes)
 
-The copies are written one after the other, with the same generation. If they differ, the change was never
-finished or acknowledged, and the reader takes the sound copy with the lower generation. So no definition is
-lost by a flipped bit in one copy, or by a power cut or a full disk between the two writes. `definition` is
-opaque to the store.
+The copies are written one after the other, with the same generation. If their generations differ, the last
+change was neither finished nor acknowledged, and the reader takes the valid copy with the lower generation.
+So neither a flipped bit in one copy, nor a power cut or a full disk between the two writes, loses a
+definition. `definition` is opaque to the store.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Byte layout of segments and their indexes. Pure functions over bytes, no files.
+"""The byte layout of segments and their indexes: pure functions over bytes, no files.
 
 All numbers are little-endian.
 
@@ -25,17 +25,19 @@ on, the frame's header is authenticated too. The crc covers the sealed body.
 
 Invariants
 * A frame is one commit group: it is there completely or not at all. Its CRC-32 covers everything after
-  the crc field, the length included. The CRC starts from the stream's salt, a secret random number: a
-  payload that contains the bytes of a frame is never taken for one, even if a torn write has cut off what
+  the crc field, including the length. The CRC starts from the stream's salt, a secret random number. So a
+  payload that contains the bytes of a frame is never taken for one, even if a torn write has removed what
   preceded it.
 * A frame holds the numbers base .. base+number-1; `time` is their ingest time (Unix ms). `age` is the same
   moment on the data directory's age timeline (ms, see `bridge.clock`); expiry uses only that.
-* A frame never spans segments. Bases increase from frame to frame; a jump is a hole, never an overlap.
-* Later frames are written over preallocated space: a pattern of 64 bytes made from the salt, repeated and
-  aligned to the file. A disk writes a sector of 512 bytes completely or not at all. So a frame that fails its
-  check and has a sector with only the pattern is an unfinished write. No payload can look like that.
-* An index is written only after its sealed segment is on the disk: a segment with an index has no
-  torn tail. An index is a hint: it is rebuilt from its segment if it is missing or does not fit.
+* A frame never spans segments. Bases increase from frame to frame. A gap between frames means that numbers
+  are missing; frames never overlap.
+* Preallocated space is filled with a pattern of 64 bytes, made from the salt and aligned to the start of the
+  file. Frames overwrite it. A disk writes a sector of 512 bytes completely or not at all. So a frame that
+  fails its check and has a sector with only the pattern is an unfinished write. No payload can look like
+  that.
+* An index is written only after its closed segment is on the disk, so a segment with an index has no torn
+  tail. An index that is missing or does not match its segment is rebuilt from it.
 """
 
 from __future__ import annotations

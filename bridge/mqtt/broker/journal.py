@@ -1,15 +1,15 @@
-"""The durable half of sessions and retained messages: `<data_dir>/mqtt/sessions.journal`.
+"""The journal of sessions and retained messages: `<data_dir>/mqtt/sessions.journal`.
 
-What it promises: what `after_commit` has confirmed survives the end of this process at any instant; a
+What it promises: changes that `after_commit` has confirmed survive the end of this process at any instant. A
 power cut loses at most the last second (a thread syncs the file once a second). After a power cut, the QoS 2
 ids in use are unknown, so none counts as in use: a duplicate is better than a loss.
 
 What it keeps: persistent sessions with their subscriptions; QoS 1 and 2 messages of ordinary topics and of
 upstreams until each persistent subscriber has acknowledged them; QoS 2 packet ids in use, in both directions;
 wills of persistent sessions that may still have to be published; retained messages. Messages that devices
-publish on stream topics are in the stream only.
+publish on stream topics are only in the stream.
 
-While a stream is encrypted, so is this file: its messages may have the same secrets.
+While any stream is encrypted, this file is too, because its messages may contain the same secrets.
 
 Its records are in `records.py`, its file in `journalfile.py`.
 """

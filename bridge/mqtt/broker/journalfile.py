@@ -1,4 +1,4 @@
-"""The file of the journal: frames that are appended, and replaced by a snapshot when most of them are dead.
+"""The file of the journal: frames are appended, and a snapshot replaces them when most are obsolete.
 
 Layout: frames, one after the other. A frame whose CRC is wrong ends the file (a torn tail).
 
@@ -6,14 +6,14 @@ Layout: frames, one after the other. A frame whose CRC is wrong ends the file (a
     | length u32 BE| CRC-32 u32  | msgpack array [kind, ...], see `records.py`       |
     +--------------+-------------+---------------------------------------------------+
 
-While a stream is encrypted, the bodies are too, and the highest bit of their length is set: they are sealed
+While any stream is encrypted, the bodies are too, and the highest bit of their length is set. They are sealed
 as `bridge.encryption` describes, with the context "journal".
 
 States:
 
-    writing     what one turn gives is appended at its end, and synced within `SYNC_INTERVAL`
-    copying     the file has grown to several times what is alive: a thread brings a snapshot to the disk
-                beside it, and records go to both; then the snapshot takes the file's place
+    writing     the records of a turn are appended when it ends, and synced within `SYNC_INTERVAL`
+    copying     the file is several times as large as its live records: a thread writes a snapshot beside it,
+                records go to both, and then the snapshot replaces the file
     failed      a write has failed: nothing is confirmed until a snapshot has been written, which is tried
                 every `RETRY_INTERVAL` seconds
 """
