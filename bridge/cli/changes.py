@@ -1,7 +1,7 @@
 """`streambridge streams create|update|delete|append|purge|fetch|ack`: the commands that change streams.
 
-A definition is given as in a table [streams.NAME] of the configuration: KEY=VALUE, with the value in TOML or
-as plain text.
+A definition has the keys of a table [streams.NAME] of the configuration, given as KEY=VALUE with the value in
+TOML or as plain text.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from bridge.model import MessageStreamDefinition, identifiers
 from bridge.streams.segment import StreamMessage
 from bridge.units import parse_duration
 
-WAIT = 2.0  # seconds of one request of `fetch`: the service does not notice that the command has ended
-MAX_MESSAGES = 1000  # that `append` sends in one request
-MAX_BYTES = 8 * 1024 * 1024  # of them, unless one message alone has more; a request may have 64 MiB
+WAIT = 2.0  # seconds that a request of `fetch` waits; the service does not notice when the command ends
+MAX_MESSAGES = 1000  # per request of `append`
+MAX_BYTES = 8 * 1024 * 1024  # per request, unless one message alone has more; the limit is 64 MiB
 
 Settings = Annotated[
     list[str] | None,
@@ -101,8 +101,8 @@ def update(
 ) -> None:
     """Change settings of a stream or of one of its exports; other settings stay.
 
-    A table (limits, export.KIND) is replaced as a whole. With --export, a key with a dot, as a.b=1, changes
-    only that entry of a table.
+    A table (limits, export.KIND) is replaced as a whole. With --export, a key with a dot, such as a.b=1,
+    changes only that entry of a table.
     """
     table, target = _table(settings or []), target_of(config, data_dir)
     if not table and not reset:
@@ -123,7 +123,7 @@ def update(
 def _updated(
     old: MessageStreamDefinition, table: dict[str, Any], reset: list[str], target: Target
 ) -> MessageStreamDefinition:
-    """A definition with some settings changed, and some reset to their defaults."""
+    """Return a definition with some settings changed, and others reset to their defaults."""
     name = old.name
     keys = keys_of(MessageStreamDefinition, RENAMED)
     fields = {key: field.name for key, field in keys.items() if key != "name"}
@@ -149,7 +149,7 @@ def _with_export(
     reset: list[str],
     target: Target,
 ) -> MessageStreamDefinition:
-    """A definition with some settings of one export changed; values at keys in `whole` replace a table."""
+    """Return a definition with settings of one export changed; keys in `whole` replace tables."""
     known = identifiers(old)
     if export not in known:
         near = get_close_matches(export, known, n=1)
@@ -181,7 +181,7 @@ def _with_export(
 
 
 def _merged(old: Any, new: dict[str, Any]) -> dict[str, Any]:
-    """A table with the entries of another one changed."""
+    """Return a table with entries added or changed, also in nested tables."""
     merged = dict(old) if isinstance(old, dict) else {}
     for key, value in new.items():
         merged[key] = _merged(merged.get(key), value) if isinstance(value, dict) else value
@@ -303,7 +303,7 @@ def fetch(
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fetch messages of a consumer; report the results with `ack`.
+    """Fetch messages from a consumer; report the results with `ack`.
 
     No other client gets them before the consumer's deadline. Exits with 1 if there is none.
     """
@@ -354,7 +354,7 @@ def ack(
     ] = None,
     terminate: Annotated[
         Numbers,
-        typer.Option("--terminate", metavar="NUMBER", help="Reject it: to the dead-letter stream, if any."),
+        typer.Option("--terminate", metavar="NUMBER", help="Reject it, into the dead-letter stream if any."),
     ] = None,
     reason: Annotated[
         str, typer.Option("--reason", metavar="TEXT", help="The reason of --terminate.")
@@ -387,7 +387,7 @@ def ack(
 
 
 def _millis(option: str, text: str) -> int:
-    """The milliseconds of an option that is a duration."""
+    """Return a duration option in milliseconds."""
     try:
         return parse_duration(text)
     except ValueError as error:
@@ -395,7 +395,7 @@ def _millis(option: str, text: str) -> int:
 
 
 def _groups(messages: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Groups of messages, one for each request."""
+    """Split messages into groups, one for each request."""
     group: list[bytes] = []
     size = 0
     for message in messages:
@@ -409,7 +409,7 @@ def _groups(messages: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 def _report(done: str, name: str, *, as_json: bool) -> None:
-    """Print that a change is made."""
+    """Print that a change was made."""
     if as_json:
         output.json({done: name})
     else:
@@ -417,7 +417,7 @@ def _report(done: str, name: str, *, as_json: bool) -> None:
 
 
 def confirm(sure: bool, question: str) -> None:
-    """Ask for confirmation of what cannot be undone, unless --yes was given."""
+    """Ask for confirmation of a change that cannot be undone, unless --yes was given."""
     if sure:
         return
     if not sys.stdin.isatty():
@@ -426,7 +426,7 @@ def confirm(sure: bool, question: str) -> None:
 
 
 def _table(settings: list[str]) -> dict[str, Any]:
-    """KEY=VALUE settings as a table of the configuration."""
+    """Parse KEY=VALUE settings into a table of the configuration."""
     table: dict[str, Any] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -461,7 +461,7 @@ def _define(target: Target, operation: str, definition: MessageStreamDefinition,
 
 
 def _definition(target: Target, name: str) -> tuple[MessageStreamDefinition, str]:
-    """A stream's definition, and its version."""
+    """Return a stream's definition and its version."""
     info = operate(target, "describeMessageStream", name=name)["messageStreamInfo"]
     try:
         return msgspec.convert(info["definition"], MessageStreamDefinition), info["version"]

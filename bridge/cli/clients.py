@@ -147,7 +147,7 @@ def _ask(config: Path, data_dir: Path | None, operation: str, **fields: Any) -> 
 
 
 def _shown(name: str | None) -> str:
-    """A name that a client has chosen, safe for a terminal."""
+    """Escape a name that a client has chosen for a terminal."""
     if name is None:
         return "-"
     return output.escaped(name) or ascii(name)

@@ -31,7 +31,7 @@ from bridge.mqtt.wire.packets import string
 from bridge.mqtt.wire.properties import varint
 from bridge.streams.reader import StreamReader
 
-# The streams of the bench need little disk space, however long it runs. The demo counts what is in `kept`.
+# `bench` needs little disk space, however long it runs. `demo` counts the messages in `kept`.
 CONFIG = """
 [gateway]
 id = "demo"
@@ -76,14 +76,14 @@ SITE_PAUSE = (
     0.05  # amqtt forwards a few thousand messages a second, and drops one after 5 s without an answer
 )
 POLL = 0.1  # seconds between two checks of what is stored
-HELLO = b"hello"  # sent until the first is stored: then the gateway has subscribed at the site broker
+HELLO = b"hello"  # sent until one is stored, which shows that the gateway has subscribed
 
-Progressed = Callable[[str, float], None]  # what is being done, and the part of the whole that is done
+Progressed = Callable[[str, float], None]  # the current activity, and the completed fraction
 app = typer.Typer()
 
 
 class Gateway:
-    """A service in a directory; `listen` has its addresses by scheme."""
+    """A service that runs in a directory. `listen` has its addresses by scheme."""
 
     def __init__(self, directory: Path, site: SiteBroker | None = None) -> None:
         self.directory = directory
@@ -106,7 +106,7 @@ class Gateway:
         self.listen = {address.partition(":")[0]: address for address in addresses}
 
     def stop(self, number: int = signal.SIGTERM) -> str:
-        """End it by a signal; returns its last log message since it was ready."""
+        """Send it a signal and wait for its end. Returns its last log message since it was ready."""
         self.process.send_signal(number)
         _, logged = self.process.communicate(timeout=TIMEOUT)
         return str(json.loads(logged.splitlines()[-1])["msg"]) if logged else "nothing"
@@ -123,7 +123,7 @@ class Gateway:
 
 
 class Device:
-    """An MQTT client that can only publish: it must cost less than what it measures."""
+    """An MQTT client that can only publish, so that it costs less than what it measures."""
 
     def __init__(self, port: int, name: str, user: str = "") -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), TIMEOUT)
@@ -261,7 +261,7 @@ def _at_the_gateway(
     progressed: Progressed,
     report: Callable[[str], None],
 ) -> tuple[int, list[bytes]]:
-    """Returns how many readings the gateway has acknowledged, and the stored payloads."""
+    """Return how many readings the gateway has acknowledged, and the stored payloads."""
     gateway = started.enter_context(_gateway(directory))
     report(f"a gateway is running at {gateway.listen['mqtt']}, its status page at {gateway.listen['http']}")
     device, topic, what = Device(gateway.port, "thermometer"), "streams/kept", "a device publishes"
@@ -287,10 +287,10 @@ def _at_a_site_broker(
     progressed: Progressed,
     report: Callable[[str], None],
 ) -> tuple[int, list[bytes]]:
-    """Returns how many readings the site broker has acknowledged, and the stored payloads.
+    """Return how many readings the site broker has acknowledged, and the stored payloads.
 
-    The gateway is killed while no message is in flight to it: amqtt never repeats a message that the gateway
-    has not acknowledged.
+    The gateway is killed while no message is in flight to it, because amqtt never resends a message that the
+    gateway has not acknowledged.
     """
     site = started.enter_context(SiteBroker())
     gateway = started.enter_context(_gateway(directory, site))
@@ -319,7 +319,7 @@ def _at_a_site_broker(
     publish(0, "a device publishes")
     _wait_for(gateway, acknowledged)
     gateway.stop(signal.SIGKILL)
-    site.wait_for_end()  # until amqtt has noticed that the connection has ended, it loses what it sends
+    site.wait_for_end()  # before amqtt notices the end of the connection, it loses what it sends
     report(f"the gateway was killed, with {acknowledged} readings stored; the device continues to publish")
     publish(1, "the gateway is down")
     gateway = started.enter_context(_gateway(directory, site))
@@ -361,8 +361,8 @@ def bench(
 ) -> None:
     """Measure message rate and latency.
 
-    Measures without and with `flush_on_write`, so with messages in the file system and on the disk. Runs a
-    separate gateway in a temporary directory, which needs up to 150 MB.
+    Measures without `flush_on_write` (messages are written) and with it (messages are synced to the disk).
+    Runs a separate gateway in a temporary directory, which needs up to 150 MB.
     """
     found: dict[str, dict[str, Any]] = {}
     with _directory(directory) as temporary, _gateway(temporary) as gateway, _progress() as progressed:

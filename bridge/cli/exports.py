@@ -1,4 +1,4 @@
-"""`streambridge exports`: the progress of all exports, and what operators do with them.
+"""`streambridge exports`: show the progress of exports; pause, resume and retry them.
 
 The progress comes from the running service, or from the exports' cursors if the service is stopped.
 """
@@ -115,8 +115,8 @@ def pause(
 ) -> None:
     """Pause an export of a stream, or all of them, until you resume it.
 
-    The batch in flight ends first. A paused export keeps its position. It stays paused over restarts and
-    reloads, and while messages wait for it, `retention = "exported"` keeps them.
+    The batch in flight ends first. A paused export keeps its position and stays paused across restarts and
+    reloads. `retention = "exported"` keeps the messages that it has not sent.
     """
     _apply("pauseExports", "paused", "it has no exports", name, export, config, data_dir, as_json=as_json)
 
@@ -162,7 +162,7 @@ def retry(
 def _apply(
     operation: str, done: str, nothing: str, name: str, export: str | None, *where: Any, as_json: bool
 ) -> None:
-    """Carry out an operation, and say for which exports; `nothing` is why for none, an error if empty."""
+    """Carry out an operation and print for which exports; without one, print `nothing` or fail."""
     given = {} if export is None else {"export": export}
     names = operate(target_of(*where), operation, name=name, **given)["exports"]
     if not names and not nothing:
@@ -179,7 +179,7 @@ def _apply(
 
 
 def export_rows(described: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each export of a described stream, as --json prints it."""
+    """Return a row for each export of a described stream, as --json prints it."""
     definition, storage = described["definition"], described["storageStatus"]
     configs = {
         item["identifier"]: (kind, bool(item.get("disabled")))
@@ -217,7 +217,7 @@ def export_rows(described: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def export_state(row: dict[str, Any]) -> str:
-    """The state of an export, as `retrying in 12s, 4 attempts failed, for 3m: <error>`."""
+    """Return the state of an export, such as `retrying in 12s, 4 attempts failed, for 3m: <error>`."""
     now = time.time() * 1000
     error = f": {row['errorMessage']}" if row["errorMessage"] else ""
     if row["disabled"]:
@@ -241,6 +241,6 @@ def export_state(row: dict[str, Any]) -> str:
 
 
 def _span(millis: float) -> str:
-    """A duration in whole seconds; empty if it is less than half of one."""
+    """Return a duration in whole seconds; empty if it rounds to 0."""
     seconds = round(millis / 1000)
     return format_duration(1000 * seconds) if seconds > 0 else ""

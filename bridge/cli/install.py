@@ -26,7 +26,7 @@ UNITS = ("streambridge.service", "streambridge-ingest.service", "streambridge-in
 CONFIG = "etc/streambridge/streambridge.toml"
 TOKEN = "etc/streambridge/greengrass-token"  # noqa: S105 - where it is
 _PLACEHOLDER = "/opt/streambridge/bin/streambridge"
-# ProtectHome= and the service's user keep it out of these.
+# The service cannot read these because of ProtectHome= and its user.
 _CLOSED = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108 - named to be refused
 _EXAMPLE_TOKEN = f'# Example: token_file = "/{TOKEN}"'
 _LOCAL_DATA = 'data_dir = "data"\n#data_dir = "/var/lib/streambridge"\n'
@@ -100,8 +100,8 @@ def _check(command: Path) -> None:
 class _Root:
     """The root directory of the files. Below a directory given by --root, no symbolic link is followed.
 
-    Such a directory may belong to another user, as an image or a mounted system. A link in it must not
-    redirect files that root writes. Links below the system's own `/` are followed.
+    Such a directory may belong to another user, for example an image or a mounted system. A link in it must
+    not redirect files that root writes. Links below the system's own `/` are followed.
     """
 
     def __init__(self, root: Path) -> None:
@@ -124,7 +124,7 @@ class _Root:
                 raise ConfigError(f"{path}: this is a link or another special file; remove it")
             new = f".{path.name}.new"
             with suppress(FileNotFoundError):
-                os.unlink(new, dir_fd=directory)  # of an interrupted attempt
+                os.unlink(new, dir_fd=directory)  # left by an interrupted attempt
             fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory)
             with open(fd, "w", encoding="utf-8") as file:
                 file.write(text)
@@ -133,13 +133,13 @@ class _Root:
         output.echo(f"wrote {path}")
 
     def has(self, place: str) -> bool:
-        """Return whether a path exists, also as a dangling link."""
+        """Return whether a path exists, even as a dangling link."""
         path = self.path / place
         with self._directory(path) as directory:
             return _kind(path.name, directory) is not None
 
     def link(self, place: str, command: Path) -> None:
-        """Link the command into a directory of $PATH, also that of sudo."""
+        """Link the command into a directory that is on $PATH, also under sudo."""
         path = self.path / place
         if path == command:
             return
@@ -156,7 +156,7 @@ class _Root:
     def _directory(self, path: Path) -> Iterator[int]:
         """Open the directory of a file, and create it if it is missing."""
         self.path.mkdir(parents=True, exist_ok=True)
-        # The directory itself was given: it may be a link.
+        # The directory that was given may itself be a link.
         here = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for name in path.parent.relative_to(self.path).parts:

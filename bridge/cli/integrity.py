@@ -57,8 +57,8 @@ def verify(
 ) -> None:
     """Check all stored messages and drop records.
 
-    Changes nothing; the service may be running. Without the key, or with another one, encrypted messages
-    are not decrypted: only their framing and checksums are checked.
+    Changes nothing; the service may be running. Without the right key, only the framing and the checksums of
+    encrypted messages are checked.
     """
     data_dir = data_directory(config, directory, "as `verify DIR`")
     keys, wrong = keys_of(config, data_dir, key_file), None

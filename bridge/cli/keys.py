@@ -68,8 +68,8 @@ def rotate(
     """Replace the key; no message is re-encrypted.
 
     Puts a new key before the one in the key file, encrypts the keys of the data directory with it, and
-    removes the old one from the key file. If the file has several keys already, the first one stays, and no
-    other is made: this completes a rotation that was interrupted. The service may run.
+    removes the old key from the file. If the file already has several keys, no new one is created and the
+    first one stays: this completes an interrupted rotation. The service may be running.
     """
     directory = data_directory(config, data_dir)
     keys = keys_of(config, directory, key_file)

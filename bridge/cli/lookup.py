@@ -24,7 +24,7 @@ _MOST = 1 << 20  # bytes per read
 
 
 def find(data_dir: Path, name: str) -> StreamMeta:
-    """The stream of this name; raises StreamNotFound with a similar name, or CorruptData."""
+    """Return the stream with this name. Raises StreamNotFound or CorruptData."""
     known = {meta.name: meta for meta in list_streams(data_dir)}
     if name not in known:
         if name in list_damaged(data_dir):
@@ -36,7 +36,7 @@ def find(data_dir: Path, name: str) -> StreamMeta:
 
 
 def damaged(name: str) -> str:
-    """The message for a stream whose definition is damaged."""
+    """Return the message for a stream whose definition is damaged."""
     return (
         f"{name}: the stream exists, but both copies of its definition are damaged; stop the service and run "
         "`streambridge repair`"
@@ -44,7 +44,7 @@ def damaged(name: str) -> str:
 
 
 def messages_of(data_dir: Path, name: str) -> Path:
-    """The directory of a stream's segments; raises StreamNotFound or CorruptData."""
+    """Return the directory of a stream's segments. Raises StreamNotFound or CorruptData."""
     meta = find(data_dir, name)
     directory = _files(data_dir, meta)
     if not directory.is_dir():
@@ -57,9 +57,9 @@ def _files(data_dir: Path, meta: StreamMeta) -> Path:
 
 
 def unreadable_end(data_dir: Path, name: str) -> list[str]:
-    """Problems after the last readable message, while the service is stopped."""
+    """Return the problems after the last readable message; none while the service runs."""
     if is_running(data_dir):
-        return []  # the last message may be half written
+        return []  # the service may be writing the last message
     return [
         f"{problem.path}: {problem.what}" for problem in check_end(data_dir, find(data_dir, name).directory)
     ]
@@ -90,7 +90,7 @@ def describe_stream(
 
 
 def _exports(data_dir: Path, meta: StreamMeta, definition: MessageStreamDefinition) -> Iterator[ExportStatus]:
-    """The status of each export, from its cursor if it has one."""
+    """Yield the status of each export, from its cursor if it has one."""
     for kind, items in definition.export_definition.items():
         for item in items:
             identifier = str(item.get("identifier", ""))
@@ -101,7 +101,7 @@ def _exports(data_dir: Path, meta: StreamMeta, definition: MessageStreamDefiniti
 
 
 def _contents(directory: Path, *, wanted: bool) -> dict[str, Any]:
-    """The contents of a stream; times in ms. `wanted`: its definition says that it is encrypted."""
+    """Return the contents of a stream, with times in ms. `wanted`: its definition asks for encryption."""
     oldest = end = messages = size = 0
     lost: Sequence[tuple[int, int]] = ()
     times: list[int] = []
@@ -131,7 +131,7 @@ def _contents(directory: Path, *, wanted: bool) -> dict[str, Any]:
 
 
 def read_messages(reader: StreamReader, start: int, end: int) -> Iterator[StreamMessage]:
-    """The messages start..end-1 that are stored, in order; raises CorruptData."""
+    """Yield the stored messages among start..end-1, in order. Raises CorruptData."""
     while start < end:
         found = reader.read(start, end=end, max_messages=1000, max_bytes=_MOST)
         if not found:

@@ -27,7 +27,7 @@ def man(context: typer.Context) -> None:
 
 
 def page(root: Any) -> Iterator[str]:
-    """The lines of the page for a command with all that is below it."""
+    """Yield the lines of the page for a command and its subcommands."""
     try:
         release = version("streambridge")
     except PackageNotFoundError:
@@ -73,7 +73,7 @@ def _options(command: Any, context: Any) -> Iterator[str]:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """The paragraphs of a help text; one that begins with \\b keeps its lines."""
+    """Yield the paragraphs of a help text; one that begins with \\b keeps its lines."""
     for paragraph in re.split(r"\n\s*\n", text.strip()):
         lines = paragraph.strip().splitlines()
         if not lines:
@@ -90,6 +90,6 @@ def _first(text: str | None) -> str:
 
 
 def _text(text: str) -> str:
-    """A line of text that roff prints as it is."""
+    """Escape a line of text so that roff prints it as it is."""
     escaped = text.replace("\\", r"\e").replace("-", r"\-")
     return rf"\&{escaped}" if escaped[:1] in (".", "'") else escaped

@@ -1,8 +1,8 @@
 """Carries out an operation on the streams of a data directory.
 
-A running service does it: the request goes to its unix socket, `streambridge.sock` in the data directory. If
-it is stopped, this process opens the streams itself, as the service does at its start: it takes the lock of
-the directory, and memory streams begin empty. Root does this as the service's user, who could not read files
+If the service runs, the request goes to its unix socket, `streambridge.sock` in the data directory. If it is
+stopped, this process opens the streams itself, as the service does at its start: it takes the lock of the
+directory, and memory streams begin empty. Root does this as the service's user, who could not read files
 that root creates.
 """
 
@@ -38,7 +38,7 @@ from bridge.streams.store import is_running, open_stopped
 
 
 class Target(NamedTuple):
-    """The data directory whose streams are meant; `audit`: where a change without the service is noted."""
+    """A data directory. `audit` is where changes are recorded while the service is stopped."""
 
     data_dir: Path
     plugin_dirs: list[Path]
@@ -47,7 +47,7 @@ class Target(NamedTuple):
 
 
 def target_of(config: Path, data_dir: Path | None) -> Target:
-    """The target of the options --config and --data-dir; raises ConfigError."""
+    """Return the target of the options --config and --data-dir. Raises ConfigError."""
     directory = data_directory(config, data_dir)
     keys = keys_of(config, directory)
     if data_dir is None:
@@ -57,7 +57,7 @@ def target_of(config: Path, data_dir: Path | None) -> Target:
 
 
 def plugins(config: Path, data_dir: Path | None) -> discovery.Registry:
-    """The plugins of the options --config and --data-dir; raises ConfigError."""
+    """Return the plugins for the options --config and --data-dir. Raises ConfigError."""
     return discovery.load(target_of(config, data_dir).plugin_dirs)
 
 
@@ -83,7 +83,7 @@ def operate(target: Target, operation: str, **fields: Any) -> dict[str, Any]:
 
 
 def statuses(data_dir: Path, name: str) -> list[ExportStatus] | None:
-    """The status of a stream's exports from the running service; None if it is stopped."""
+    """Return the statuses of a stream's exports from the running service; None if it is stopped."""
     if not (data_dir / SOCKET).is_socket() or not is_running(data_dir):
         return None
     info = operate(Target(data_dir, [], Keys(data_dir)), "describeMessageStream", name=name)[
@@ -112,7 +112,7 @@ async def _here(target: Target, operation: str, body: bytes) -> bytes:
 
 
 class _Stopped(Exports):
-    """The export side while no worker runs: it exports nothing and has no statuses."""
+    """Stands in for the exports while no worker runs. It exports nothing and has no statuses."""
 
     def __init__(self, data_dir: Path) -> None:
         self._data_dir = data_dir
@@ -129,7 +129,7 @@ class _Stopped(Exports):
 
 
 def _error(reply: dict[str, Any]) -> StreamBridgeError:
-    """The error in a reply."""
+    """Return the error in a reply."""
     if "path" in reply:
         return InvalidDefinition(tuple(reply["path"]), reply["what"], reply["remedy"], other=reply["other"])
     text = str(reply["errorMessage"])

@@ -1,4 +1,4 @@
-"""The options that commands share, and what they stand for."""
+"""The options that commands share, and their resolution to directories, configurations and keys."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ KeyFileOption = Annotated[
 
 
 def typed_path(context: typer.Context, parameter: str) -> Path | None:
-    """A path that was given while a command is being completed: a value is still as it was typed."""
+    """Return a path option during completion, when values are still as they were typed."""
     given = context.params.get(parameter)
     return Path(given) if given else None
 
 
 def complete_stream(context: typer.Context, incomplete: str) -> list[str]:
-    """The names of streams with this prefix, for the shell; none without a data directory."""
+    """Complete the names of streams; there are none without a data directory."""
     return [meta.name for meta in _streams(context) if meta.name.startswith(incomplete)]
 
 
 def complete_export(context: typer.Context, incomplete: str) -> list[str]:
-    """The identifiers of exports with this prefix, of the stream that was given, or of all."""
+    """Complete the identifiers of exports, of the given stream or of all streams."""
     found: list[str] = []
     stream = context.params.get("name")  # an unfinished option hides the arguments before it
     for meta in _streams(context):
@@ -90,12 +90,12 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for progra
 
 
 def known_config(path: Path, *needed: Keys) -> Config:
-    """Load a configuration of which only some keys must be right.
+    """Load a configuration of which only some keys must be valid.
 
     Reading the streams needs neither the service's secrets nor a configuration without mistakes.
     """
     if path == DEFAULT_CONFIG and not path.exists():
-        return load_config(path)  # says how to begin
+        return load_config(path)  # its error says how to begin
     settings, reader = understand(tomlfile.read(path), dict)
     wrong = {keys[:depth] for keys in needed for depth in range(1, len(keys) + 1)} & reader.broken
     if reader.document.problems or wrong:
@@ -104,7 +104,7 @@ def known_config(path: Path, *needed: Keys) -> Config:
 
 
 def data_directory(config: Path, data_dir: Path | None, option: str = "--data-dir") -> Path:
-    """The data directory of a command; errors mention `option`, which sets it directly."""
+    """Return the data directory of a command. Errors mention `option`, which sets it directly."""
     directory = (
         known_config(config, ("gateway", "data_dir")).gateway.data_dir if data_dir is None else data_dir
     )
@@ -120,19 +120,19 @@ def data_directory(config: Path, data_dir: Path | None, option: str = "--data-di
             f"{directory}: this is not a data directory of streambridge, since it has no {STREAMS}/; use the "
             "one in gateway.data_dir"
         )
-    formats.find(directory)  # one of a newer version is refused
+    formats.find(directory)  # refuses a directory of a newer version
     return directory
 
 
 def find_credentials() -> None:
-    """Outside of the service, use its credentials, or else their source."""
+    """Find the credentials of the running service, or their source, when this is not the service."""
     if "CREDENTIALS_DIRECTORY" not in os.environ:
         source = next((path for path in _CREDENTIALS if os.path.isdir(path)), _CREDENTIALS[-1])  # noqa: PTH112 - never raises
         os.environ["CREDENTIALS_DIRECTORY"] = source
 
 
 def keys_of(config: Path, data_dir: Path, key_file: Path | None = None) -> encryption.Keys:
-    """The keys of a data directory, with the key file of the configuration unless another one is given."""
+    """Return the keys of a data directory. Without `key_file`, the configuration names the key file."""
     if key_file is None and KEY_FILE in os.environ:
         key_file = Path(os.environ[KEY_FILE])
     if key_file is None and config.exists():
@@ -166,7 +166,7 @@ def act_as_owner(data_dir: Path) -> None:
 
 
 def denied(path: Path) -> str:
-    """For an error about a path: which user has no access, and which user has."""
+    """Explain, for an error about a path, which user lacks access and which user has it."""
     found = next(parent for parent in (path.absolute(), *path.absolute().parents) if os.path.lexists(parent))
     user, owner = user_name(os.geteuid()), user_name(found.lstat().st_uid)
     return f" for user {user}" + (f"; run this as user {owner}" if owner != user else "")

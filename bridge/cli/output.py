@@ -18,7 +18,7 @@ import typer
 from bridge.printable import printable, printable_json
 from bridge.streams.segment import StreamMessage
 
-SHORTEST = 20  # characters of a payload that are shown in any case
+SHORTEST = 20  # characters of a payload that are always shown
 
 
 class ExitCode(IntEnum):
@@ -42,13 +42,13 @@ def behave_in_pipes() -> None:
 def echo(line: str, *, title: str = "") -> None:
     """Print one line after a bold title; unprintable characters are escaped.
 
-    It does not flush, as print and typer.echo do: a query may print a million lines.
+    Unlike print and typer.echo it does not flush, because a query may print a million lines.
     """
     sys.stdout.write(_strong(printable(title)) + printable(line) + "\n")
 
 
 def escaped(text: str) -> str | None:
-    """Text that is safe for a terminal and takes one line; None if it has other control characters."""
+    """Escape text for one line of a terminal; None if it has other control characters."""
     line = text.replace("\\", "\\\\") if set(text) & set("\n\r\t") else text
     line = line.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
     return line if line.isprintable() else None
@@ -85,7 +85,7 @@ def facts(rows: Iterable[tuple[str, object]]) -> None:
 
 
 def _strong(text: str) -> str:
-    """Bold text on a terminal, unless NO_COLOR is set."""
+    """Make text bold on a terminal, unless NO_COLOR is set."""
     if not text:
         return text
     return f"\x1b[1m{text}\x1b[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
@@ -97,33 +97,33 @@ def note(text: str) -> None:
 
 
 def count(number: int, noun: str) -> str:
-    """A number with a noun, as `1 stream` or `2 streams`."""
+    """Return a number with a noun, such as `1 stream` or `2 streams`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def number_ranges(ranges: Iterable[tuple[int, int]]) -> str:
-    """Ranges of numbers, as `3-7, 9`."""
+    """Format ranges of numbers, such as `3-7, 9`."""
     return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)
 
 
 def lost_to_damage(ranges: Sequence[tuple[int, int]]) -> str:
-    """Describe messages lost to damage, as `1 message lost to damage: number 0`."""
+    """Describe messages lost to damage, such as `1 message lost to damage: number 0`."""
     number = sum(last - first + 1 for first, last in ranges)
     numbers = "number" if number == 1 else "numbers"
     return f"{count(number, 'message')} lost to damage: {numbers} {number_ranges(ranges)}"
 
 
 def timestamp(millis: int) -> str:
-    """Unix time in ms as ISO 8601 in UTC."""
+    """Format Unix time in ms as ISO 8601 in UTC."""
     return (
         datetime.fromtimestamp(millis / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     )
 
 
 def message(message: StreamMessage, *, as_json: bool, deliveries: int | None = None) -> None:
-    """Print a message: number, time, topic and payload; `deliveries` of a consumer.
+    """Print a message: number, time, topic and payload; for a consumer, also its `deliveries`.
 
-    On a terminal a long payload is shortened, so that each message takes one line.
+    On a terminal, a long payload is shortened, so that each message takes one line.
     """
     try:
         text: str | None = message.payload.decode()

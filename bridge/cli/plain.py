@@ -1,7 +1,6 @@
-"""Help in plain words: `STREAM` and `NUMBER`, without braces and the names of Python's types.
+"""Help texts with plain placeholders, such as STREAM and NUMBER, instead of braces and Python types.
 
-The text is as wide as the terminal. The commands are declared with typer; this is the one place that changes
-what it prints.
+The text is as wide as the terminal. Only this module changes what typer prints.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _TYPES = {"str": "TEXT", "int": "NUMBER", "float": "NUMBER", "path": "FILE", "Pa
 
 
 def _usage(pieces: list[str], params: list[Any]) -> list[str]:
-    """`STREAM [KEY=VALUE]...`: no braces, and dots behind an argument that may come more than once."""
+    """Format `STREAM [KEY=VALUE]...`: no braces, and dots after an argument that may be repeated."""
     repeated = {param.metavar for param in params if param.param_type_name == "argument" and param.nargs < 0}
     plain = [re.sub(r"^\{(.*)\}(\.\.\.)?$", r"\1\2", piece) for piece in pieces]
     return [f"{piece}..." if piece.strip("[]") in repeated else piece for piece in plain]
@@ -43,13 +42,13 @@ def _format_options(params: list[Any], ctx: Any, formatter: Any) -> None:
 
 
 def _plain(found: re.Match[str]) -> str:
-    """`<list[str]>`, `<int range>` or `<a|b>` as TEXT, NUMBER and a|b."""
+    """Replace `<list[str]>`, `<int range>` and `<a|b>` by TEXT, NUMBER and a|b."""
     name = re.sub(r"^list\[(.*)\]$", r"\1", found[1]).removesuffix(" range")
     return _TYPES.get(name, name)
 
 
 class PlainCommand(TyperCommand):
-    """A command whose help has plain names for values."""
+    """A command whose help has plain placeholders."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return _usage(super().collect_usage_pieces(ctx), self.get_params(ctx))
@@ -59,7 +58,7 @@ class PlainCommand(TyperCommand):
 
 
 class PlainGroup(TyperGroup):
-    """A group of commands whose help has plain names for values."""
+    """A group of commands whose help has plain placeholders."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return _usage(super().collect_usage_pieces(ctx), self.get_params(ctx))
@@ -70,7 +69,7 @@ class PlainGroup(TyperGroup):
 
 
 class ListsByDefault(PlainGroup):
-    """A group that is `list` without a subcommand: `streambridge exports sensors` lists those of sensors."""
+    """A group whose default command is `list`, so `streambridge exports sensors` lists those of sensors."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing and (
@@ -81,7 +80,7 @@ class ListsByDefault(PlainGroup):
 
 
 def use_plain_help(app: typer.Typer) -> None:
-    """Let all commands of an application have plain help, unless they have a class of their own."""
+    """Give plain help to all commands of an application that do not have their own class."""
     if isinstance(app.info.cls, DefaultPlaceholder):
         app.info.cls = PlainGroup
     for command in app.registered_commands:

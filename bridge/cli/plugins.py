@@ -1,4 +1,4 @@
-"""`streambridge plugins`: the plugins that are found, and the package of a new one."""
+"""`streambridge plugins`: list the plugins, and create the package of a new one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Examples:
 def list_command(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) -> None:
     """List the plugins. This is the default.
 
-    Shows where each comes from, what it exports to, and why it could not be loaded.
+    Shows where each plugin comes from and which kinds of exports it serves, or why it could not be loaded.
     """
     output.behave_in_pipes()
     # The shipped plugins can be listed before there is a configuration.
@@ -73,8 +73,8 @@ def new(
 ) -> None:
     """Create the package of a new exporter plugin: streambridge-NAME.
 
-    It has an exporter to a file, which works, and tests that inherit the contract suite, which pass. Replace
-    the file by your destination, and keep the tests.
+    It has a working exporter that writes to a file, and tests that inherit the contract suite and pass.
+    Replace the file with your destination, and keep the tests.
     """
     _check_name(name)
     target = directory / f"streambridge-{name}"

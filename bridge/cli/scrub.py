@@ -1,12 +1,12 @@
-"""Removes secrets from a configuration and from texts, for a bundle that is given away.
+"""Removes secrets from a configuration and from texts, for an archive that leaves the machine.
 
-What is kept of a configuration is what is known to be harmless: numbers, sizes, durations, names of streams
-and topics, choices, hosts with their ports, and paths to what is there or in a directory that is there. Every
-other text is removed, because a token may stand where nobody expects it: in a URL, a header, a template or a
-user name.
+Only values that are known to be harmless are kept: numbers, sizes, durations, names of streams and topics,
+choices, hosts with their ports, and paths that exist or whose directory exists. Every other string is
+removed, because a token may be where nobody expects it: in a URL, a header, a template or a user name.
 
-Texts, such as log lines, lose what was removed from the configuration, the content of the files that hold
-secrets, the values of environment variables, and what looks like a password, token, key or URL parameter.
+From texts such as log lines it removes the strings that were removed from the configuration, the content of
+secret files, the values of environment variables, and anything that looks like a password, token, key or URL
+parameter.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from urllib.parse import urlsplit
 from bridge.config.tomlstruct import snake
 
 REMOVED = "<removed>"
-SHORTEST = 6  # characters of a text that is looked for elsewhere: shorter ones are words, too
-CONFIG = "STREAMBRIDGE_CONFIG"  # names a file, and is no secret
-MOST = 1024 * 1024  # bytes of a file that holds a secret
+SHORTEST = 6  # characters of a secret that is searched for in texts; shorter ones may be ordinary words
+CONFIG = "STREAMBRIDGE_CONFIG"  # names a file, so its value is not secret
+MOST = 1024 * 1024  # bytes that are read of a secret file
 
-# Texts of these keys are names and choices. `user` is that of a rule.
+# The values of these keys are names and choices. `user` is the one in a rule.
 _HARMLESS = {
     "id", "data_dir", "memory_dir", "plugin_dirs", "mode", "protocol", "level", "format", "client_ids",
     "strategy_on_full", "persistence", "retention", "discard", "share_group", "identifier", "topics", "topic",
@@ -63,7 +63,7 @@ _TEXTS = (
 
 
 class Scrubber:
-    """What is known to be secret on this machine."""
+    """The known secrets of this machine."""
 
     def __init__(self, base: Path) -> None:
         """`base` is the directory of the configuration, to which its paths are relative."""
@@ -74,13 +74,13 @@ class Scrubber:
                 self.learn(value)
 
     def learn(self, text: str) -> None:
-        """Remove this text wherever it stands."""
+        """Remove this text wherever it occurs."""
         for line in text.splitlines():
             if len(line.strip()) >= SHORTEST:
                 self._secrets.add(line.strip())
 
     def learn_file(self, path: Path) -> None:
-        """Remove the lines and the words of a file wherever they stand, and what follows `:` or `=`."""
+        """Remove the lines and words of a file, and what follows `:` or `=` in it, wherever they occur."""
         try:
             with path.open("rb") as file:
                 text = file.read(MOST).decode(errors="replace")
@@ -97,7 +97,7 @@ class Scrubber:
             self.learn(line.partition("=")[2].strip("\"'"))
 
     def text(self, text: str) -> str:
-        """A text without secrets."""
+        """Return a text without secrets."""
         for secret in sorted(self._secrets, key=len, reverse=True):
             text = text.replace(secret, REMOVED)
         for pattern, replacement in _TEXTS:
@@ -105,7 +105,7 @@ class Scrubber:
         return text
 
     def tree(self, value: Any) -> Any:
-        """A document whose texts have no secrets; its keys stay."""
+        """Return a document without secrets in its strings; its keys stay."""
         if isinstance(value, Mapping):
             return {key: self.tree(inner) for key, inner in value.items()}
         if isinstance(value, list | tuple):
@@ -113,7 +113,7 @@ class Scrubber:
         return self.text(value) if isinstance(value, str) else value
 
     def settings(self, value: Any, key: str = "", above: str = "") -> Any:
-        """A part of a configuration or a definition without secrets; `above` is the key of the table."""
+        """Return a part of a configuration or definition without secrets. `above` is the key of its table."""
         name = snake(key)
         if isinstance(value, Mapping):
             return {one: self.settings(inner, str(one), name) for one, inner in value.items()}
@@ -134,7 +134,7 @@ class Scrubber:
         return self._path(value)
 
     def _url(self, value: str) -> str:
-        """Scheme, host and port of a URL. They stay elsewhere too: only its other parts are learned."""
+        """Return scheme, host and port of a URL. Only its other parts are removed from texts."""
         try:
             parts = urlsplit(value)
             port = f":{parts.port}" if parts.port is not None else ""
@@ -146,7 +146,7 @@ class Scrubber:
         return f"{parts.scheme}://{parts.hostname or ''}{port}{rest}"
 
     def _path(self, value: object) -> str:
-        """A path that is there, or whose directory is; any other text is removed, as it may be a token."""
+        """Keep a path if it or its directory exists; any other string may be a token."""
         text = str(value)
         try:
             if "/" in text or "." in text:
@@ -163,7 +163,7 @@ class Scrubber:
 
 
 def secret_files(document: Mapping[str, Any], base: Path) -> Iterable[Path]:
-    """The files that a configuration names below keys that end in `_file` or `key`."""
+    """Yield the files that a configuration names at keys that end in `_file` or `key`."""
     for key, value in document.items():
         if isinstance(value, Mapping):
             yield from secret_files(value, base)

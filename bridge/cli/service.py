@@ -26,7 +26,7 @@ Signals:
 )
 def run(config: ConfigOption = DEFAULT_CONFIG) -> None:
     """Run the service until SIGTERM or Ctrl-C."""
-    # Imported here, since the other commands do not need the broker and its dependencies.
+    # Imported here because the other commands do not need the broker and its dependencies.
     from bridge.service import service
 
     service.start(config)

@@ -1,7 +1,6 @@
 """The site broker of `streambridge demo --bridge`: amqtt, an MQTT 3.1.1 broker in Python, as a process.
 
-It takes the place of a site's existing broker on a machine without one. amqtt comes with the extra `[amqtt]`;
-this is the only module that uses it.
+It plays the part of a site's existing broker. amqtt comes with the extra `[amqtt]`; only this module uses it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class SiteBroker:
     """The broker as a process; it listens on `port` of the loopback interface."""
 
     def __init__(self) -> None:
-        """Start it; raises StreamBridgeError if amqtt is not installed, or the broker does not start."""
+        """Start it. Raises StreamBridgeError if amqtt is not installed or the broker does not start."""
         if importlib.util.find_spec("amqtt") is None:
             raise StreamBridgeError(
                 "the site broker of `demo --bridge` is amqtt, which is not installed; "
@@ -73,7 +72,7 @@ class SiteBroker:
 
 
 def main() -> None:
-    """Serve until SIGTERM; prints the port once it listens, then a line at the end of each connection."""
+    """Serve until SIGTERM. Prints the port when it listens, then a line when each connection ends."""
     logging.basicConfig(level=logging.CRITICAL)  # amqtt logs each client that connects or disconnects
     asyncio.run(_serve())
 
@@ -100,7 +99,7 @@ async def _serve() -> None:
         await broker.external_connected(StreamReaderAdapter(reader), StreamWriterAdapter(writer), LISTENER)
         report("ended")
 
-    # amqtt cannot report a port that the kernel has chosen, so the socket is ours.
+    # amqtt cannot report a port that the kernel has chosen, so we open the socket.
     server = await asyncio.start_server(connected, "127.0.0.1", 0)
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

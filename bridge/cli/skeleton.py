@@ -1,4 +1,4 @@
-"""The files of a new plugin package, the shortest that are complete: an exporter to a file, and its tests.
+"""The files of a new plugin package: a minimal but complete exporter that writes to a file, and its tests.
 
 The texts are templates: `$name` is the name of the plugin, `$module` its module, `$kind` the kind of its
 exports, `$cls` the beginning of its classes' names.
@@ -176,13 +176,13 @@ class Test${cls}(ExporterContract):
 
 
 def kind_of(name: str) -> str:
-    """The kind of the exports of a plugin: `my-queue` becomes `myQueue`."""
+    """Return the kind of exports of a plugin: `my-queue` becomes `myQueue`."""
     first, *more = name.split("-")
     return first + "".join(word.capitalize() for word in more)
 
 
 def files(name: str) -> dict[str, str]:
-    """The text of each file of the package of a plugin, by its path."""
+    """Return the files of a plugin's package, as texts by path."""
     module = f"streambridge_{name.replace('-', '_')}"
     cls = "".join(word.capitalize() for word in name.split("-"))
     words = {"name": name, "module": module, "kind": kind_of(name), "cls": cls}

@@ -1,7 +1,6 @@
 """`streambridge streams ...`: show and change the streams of a data directory.
 
-The commands here only read files, whether the service runs or not. Those that change something are in
-`changes`.
+These commands only read files, whether the service runs or not. Those that change something are in `changes`.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def _is_deleting(definition: Mapping[str, Any]) -> bool:
 
 
 def _created(epoch: int) -> str:
-    """When a stream was created, from its epoch; that is unknown if the clock was not set then."""
+    """Format the time of creation, from the epoch; unknown if the clock was not set then."""
     if _EARLIEST <= epoch <= time.time() * 1000:
         return output.timestamp(epoch)
     return f"unknown: the clock was not synchronised (epoch {epoch})"
@@ -191,7 +190,7 @@ def describe(
 
 
 def _limits(definition: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The retention, the limits besides the size and the deduplication window, if they are set."""
+    """Return the retention, the deduplication window, and the limits other than the size, if they are set."""
     limits = definition["limits"] or {}
     facts = [("retention", definition["retention"])] if definition["retention"] != "limits" else []
     facts += [
@@ -253,8 +252,8 @@ def read(
 ) -> None:
     """Print messages: number, time, topic and payload; with --json one object per line.
 
-    A payload that is not printable text is printed in base64. On a terminal, long payloads are shortened; in
-    a pipe and with --json they are whole.
+    A payload that is not printable text is printed in base64. On a terminal, long payloads are shortened,
+    but not in a pipe or with --json.
     """
     if start is not None and from_time is not None:
         raise typer.BadParameter("give either --start or --from-time, not both")

@@ -1,6 +1,6 @@
-"""`streambridge support`: one archive with what a person needs who is to help, without secrets and messages.
+"""`streambridge support`: one archive for those who are asked for help, without secrets or messages.
 
-    README.txt        what is here, and what was removed
+    README.txt        what the archive contains, and what was removed
     versions.json     this program, Python, the machine, and the packages
     config.json       the configuration with its fragments; see `scrub` for what is removed
     check.txt         what `streambridge check` finds
@@ -9,7 +9,7 @@
     metrics.txt       the metrics, if the service runs
     log.txt           the last lines of the service's log, if journald has it
 
-A part that cannot be made says why instead.
+If a part cannot be produced, its file says why.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from bridge.streams.reader import list_damaged, list_streams
 from bridge.streams.store import is_running
 
 UNIT = "streambridge.service"
-ENVIRONMENT = "environment"  # beside the configuration: what systemd gives to the service
-TIMEOUT = 30.0  # seconds for another program, or an answer of the service
+ENVIRONMENT = "environment"  # the environment file of the unit, beside the configuration
+TIMEOUT = 30.0  # seconds to wait for another program, or for a reply of the service
 README = """\
 Made by `streambridge support` at {time} on {host}.
 
@@ -75,7 +75,7 @@ def support(
     ] = True,
     config: ConfigOption = DEFAULT_CONFIG,
 ) -> None:
-    """Collect diagnostic data for a support request, without secrets and messages.
+    """Collect diagnostic data for a support request, without secrets or messages.
 
     The archive contains versions, the configuration, findings of `check` and `verify`, the state of streams
     and exports, metrics and the last lines of the log. The service may be running.
@@ -96,7 +96,7 @@ def support(
 
 
 def _files(config: Path, lines: int, *, check_messages: bool) -> dict[str, str]:
-    """The content of the archive, without secrets."""
+    """Return the files of the archive, without secrets."""
     base = config.absolute().parent
     scrubber = Scrubber(base)
     document: Mapping[str, Any] = {}
@@ -143,9 +143,9 @@ def _files(config: Path, lines: int, *, check_messages: bool) -> dict[str, str]:
     for name, make in parts.items():
         try:
             found[name] = make()
-        except Exception as error:  # the other parts may help all the same
+        except Exception as error:  # the other parts may still help
             found[name] = f"cannot be made: {type(error).__name__}: {error}\n"
-    # Last: what one part has removed is removed from all.
+    # Done last, so that a secret found in one part is removed from all.
     cleaned_parts = ((name, scrubber.tree(value)) for name, value in found.items())
     return {
         name: value if isinstance(value, str) else json.dumps(value, indent=2, default=str) + "\n"
@@ -172,7 +172,7 @@ def _versions(data_dir: Path) -> dict[str, Any]:
 
 
 def _command(*arguments: str) -> str:
-    """What a command of ours prints."""
+    """Return the output of one of our own commands."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", "bridge", *arguments],
         capture_output=True,
@@ -187,7 +187,7 @@ def _command(*arguments: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, with this package first on the path."""
+    """Return this process's environment, with this package first on PYTHONPATH."""
     package = str(Path(__file__).resolve().parents[2])
     path = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{path}" if path else package}

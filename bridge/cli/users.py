@@ -1,7 +1,7 @@
 """`streambridge users ...` and `hash-password`: the users file.
 
-A change replaces the whole file atomically, with the owner and the mode that it had; comments stay. A running
-service notices it within seconds.
+A change replaces the whole file atomically and keeps its owner, mode and comments. A running service applies
+it within seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ app = typer.Typer(
 
 
 def _complete_user(context: typer.Context, incomplete: str) -> list[str]:
-    """The names with this prefix, for the shell."""
+    """Complete the names of users."""
     try:
         path = _path(typed_path(context, "config") or DEFAULT_CONFIG, typed_path(context, "file"))
         return [name for name in read_users(path) if name.startswith(incomplete)]
@@ -126,7 +126,7 @@ def hash_command(
 
 
 def _hashed(user: str) -> str:
-    """The hash of a password that is asked for."""
+    """Ask for a password and return its hash."""
     if not user or ":" in user or user[0] in "# " or not user.isprintable():
         raise typer.BadParameter(
             f"{user!r} is not a valid user name: it must be printable, without `:`, and not begin with `#`"
@@ -152,7 +152,7 @@ def _path(config: Path, file: Path | None) -> Path:
 
 
 def _known(config: Path, file: Path | None, user: str) -> Path:
-    """The users file, which has this user."""
+    """Return the users file. Raises an error if it does not have this user."""
     path = _path(config, file)
     known = read_users(path)
     if user not in known:
@@ -161,7 +161,7 @@ def _known(config: Path, file: Path | None, user: str) -> Path:
 
 
 def _owner(config: Path, file: Path | None) -> tuple[int, int] | None:
-    """Who is to own a new file that root makes: the service's user must be able to read it."""
+    """Return the owner of a new file that root creates: the service's user must be able to read it."""
     if os.geteuid() != 0 or file is not None:
         return None
     data_dir = known_config(config, ("gateway", "data_dir")).gateway.data_dir

@@ -57,7 +57,7 @@ _NOTHING = (
 SHOWN = 20  # ranges printed for one stream; --json has all
 
 app = typer.Typer(
-    help="Load exported objects from S3 into a table, exactly once, and report what is missing.",
+    help="Load exported objects from S3 into a table exactly once, and report missing numbers.",
     epilog="Exit codes: 0 complete, 1 failed, 2 options or installation, 3 numbers missing, "
     "4 numbers only in quarantined or unreadable objects (refine: rejects), "
     "5 other runs always committed first, 6 nothing found or no such table, "
