@@ -1,4 +1,4 @@
-"""Exporter `firehose`: records of a Data Firehose delivery stream; see `bridge.plugin.firehose`.
+"""Exporter `firehose`: puts records to a Data Firehose delivery stream; see `bridge.plugin.firehose`.
 
 `record` defines what is sent for a message; see `bridge.plugin.records`. `delimiter`, by default a newline,
 follows each message, so that messages stay separate at the destination. `packBytes` packs messages into
@@ -27,11 +27,11 @@ from bridge import (
 from bridge.plugin.firehose import MAX_BYTES, MAX_RECORD, MAX_RECORDS, FirehoseSender
 from bridge.plugin.records import RecordEncoder
 
-PACKED = 10_000  # messages of a batch if they are packed
+PACKED = 10_000  # messages per batch if they are packed
 
 
 class FirehoseConfig(AwsBatchedConfig, frozen=True):
-    """Where records go and how messages become records."""
+    """The delivery stream, and how messages become records."""
 
     delivery_stream_name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+\Z")]
     delimiter: str = "\n"
@@ -40,7 +40,7 @@ class FirehoseConfig(AwsBatchedConfig, frozen=True):
 
 
 class FirehoseExporter(Exporter):
-    """One stream to one delivery stream."""
+    """Exports one stream to one delivery stream."""
 
     kind: ClassVar[str] = "firehose"
     Config: ClassVar[type[ExportConfig]] = FirehoseConfig
@@ -80,5 +80,5 @@ class FirehoseExporter(Exporter):
 
 @hookimpl
 def register_exporters(register: Callable[[type[Exporter]], None]) -> None:
-    """The exporter of this file."""
+    """Register the exporter of this file."""
     register(FirehoseExporter)

@@ -2,15 +2,15 @@
 
 `record` defines what is sent for a message, by default its payload; see `bridge.plugin.records`.
 `exportFormat` 0, RAW_NOT_BATCHED: one request per message. 1, JSON_BATCHED: one request per batch, with a
-list in JSON or CBOR; without `record`, of the SDK's Message objects in JSON, payloads in base64.
+list in JSON or CBOR; without `record`, a JSON list of the SDK's Message objects, with payloads in base64.
 
 Any 2xx is success. 400, 411, 413, 414, 415, 421, 422 and 431 mean that the server will never accept this
-content: it is rejected (a batch is first sent in halves, until the bad message is alone). All other answers,
-including redirects and missing rights, are retried.
+content, so it is rejected (a batch is first sent in halves, until the bad message is alone). All other
+answers, including redirects and missing rights, are retried.
 
-`compression` sends bodies in gzip, with the header `Content-Encoding`. It helps with lists of messages, not
-with single small ones. No standard tells a client whether a server accepts gzip, so 415 is then retried,
-too.
+`compression` sends bodies in gzip, with the header `Content-Encoding`. It helps with lists of messages, but
+not with single small ones. No standard tells a client whether a server accepts gzip, so with `compression`
+415 is retried too.
 
 `bearerTokenFile` is read before each batch, so that a token can be replaced at any time. A secret does
 not belong in a stream's definition, which is stored and shown.
@@ -75,7 +75,7 @@ class HttpConfig(BatchedConfig, kw_only=True, frozen=True):
 
 
 class HttpExporter(Exporter):
-    """One stream to one URI."""
+    """Exports one stream to one URI."""
 
     kind: ClassVar[str] = "http"
     Config: ClassVar[type[ExportConfig]] = HttpConfig
@@ -98,7 +98,7 @@ class HttpExporter(Exporter):
 
         verify: Any = config.ca_file or True
         timeout: Any = config.timeout_millis / 1000
-        # Head and body are two writes: otherwise the second waits 40 ms for the first's ACK.
+        # Head and body are two writes. Without this, the second waits 40 ms for the ACK of the first.
         no_delay: Any = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)]
         certificate = (config.cert_file, config.key_file) if config.cert_file and config.key_file else None
         proxies = get_environ_proxies(config.uri)
@@ -176,7 +176,7 @@ class HttpExporter(Exporter):
             text = cause(error) + ("; see uri" if unsent else "")
             raise Retry(text, unsent=unsent, cut=is_cut(error)) from error
         if not 200 <= response.status_code < 300:
-            # The reason is shown to the client that may have chosen this server: never include its answer.
+            # The client that chose this server may read the reason, so it must not contain the response.
             reason = f"{self.config.uri} answered {response.status_code}"
             self.context.log.info("%s: %r", reason, answer)
             if response.status_code == NO_SUCH_ENCODING and self.config.compression:
@@ -188,7 +188,7 @@ class HttpExporter(Exporter):
 
 
 def _messages(batch: Batch, part: Sequence[int]) -> bytes:
-    """Messages as in the SDK, in JSON."""
+    """Encode messages as JSON, as the SDK does."""
     return msgspec.json.encode(
         [
             {
@@ -204,5 +204,5 @@ def _messages(batch: Batch, part: Sequence[int]) -> bytes:
 
 @hookimpl
 def register_exporters(register: Callable[[type[Exporter]], None]) -> None:
-    """The exporter of this file."""
+    """Register the exporter of this file."""
     register(HttpExporter)

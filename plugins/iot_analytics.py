@@ -1,6 +1,6 @@
-"""Exporter `iotAnalytics`: for definitions that still have it. AWS retired the service.
+"""Exporter `iotAnalytics`, for definitions that still have it. AWS has retired the service.
 
-AWS IoT Analytics ended on 2025-12-15; its endpoints no longer answer and boto3 has no client for it.
+AWS IoT Analytics ended on 2025-12-15. Its endpoints no longer answer, and boto3 has no client for it.
 With `deliveryStreamName`, an export goes to that Firehose delivery stream instead. Otherwise it keeps its
 position and reports the reason, without sending anything.
 """
@@ -38,7 +38,7 @@ class IotAnalyticsConfig(AwsBatchedConfig, kw_only=True, frozen=True):
 
 
 class IotAnalyticsExporter(Exporter):
-    """One stream to the delivery stream in place of a channel."""
+    """Exports one stream to the delivery stream that replaces a channel."""
 
     kind: ClassVar[str] = "iotAnalytics"
     Config: ClassVar[type[ExportConfig]] = IotAnalyticsConfig
@@ -69,5 +69,5 @@ class IotAnalyticsExporter(Exporter):
 
 @hookimpl
 def register_exporters(register: Callable[[type[Exporter]], None]) -> None:
-    """The exporter of this file."""
+    """Register the exporter of this file."""
     register(IotAnalyticsExporter)

@@ -10,10 +10,10 @@ What it promises:
 * A token counts only with a signature by a key of the file, with the algorithm of that key, which must be
   among `algorithms`. The token does not choose: `none`, a public key used as a shared secret, keys inside the
   token (`jwk`, `jku`, `x5u`) and critical extensions that are not known are refused.
-* `exp`, `iss` and `aud` must be there and right. At `exp` the connection is closed. So is one whose token was
-  signed by a key that is no longer in the file, or for another issuer or audience than the options have now.
-* The user is the claim `user_claim`. A user name in CONNECT must be empty or the same.
-* The file is read again when it changes. One that is wrong is reported, and the old keys stay.
+* `exp`, `iss` and `aud` must be present and valid. At `exp` the connection is closed. It is also closed when
+  the key that signed the token is no longer in the file, or when the options get another issuer or audience.
+* The claim `user_claim` names the user. A user name in CONNECT must be empty or the same.
+* The file is read again when it changes. An invalid file is reported, and the old keys stay.
 
 A password without the shape of a token is left to other plugins.
 """
@@ -41,7 +41,7 @@ SAFE = {
 }  # fmt: skip
 SHARED = {"HS256", "HS384", "HS512"}
 LONGEST = 16 * 1024  # bytes of a token
-LOOK_EVERY = 1.0  # seconds between two looks at the file
+LOOK_EVERY = 1.0  # seconds between two checks for changes of the file
 _SHAPE = re.compile(rb"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*")
 
 log = logging.getLogger("bridge.auth")
@@ -72,7 +72,7 @@ class Options(AuthOptions, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError("\n".join(mistakes))
 
     def mistakes(self) -> list[str]:
-        """A library that is missing, or a file that has no keys."""
+        """Return mistakes: a missing library, or a file without keys."""
         if importlib.util.find_spec("jwt") is None:
             return ["`jwks_file`: PyJWT is missing; pip install 'streambridge[jwt]'"]
         try:
@@ -84,22 +84,22 @@ class Options(AuthOptions, frozen=True, kw_only=True, forbid_unknown_fields=True
         return []
 
     def files(self) -> list[Path]:
-        """The file of keys."""
+        """Return the key file."""
         return [self.jwks_file]
 
     def bases(self) -> set[str]:
-        """Each key, with what a token must have beside its signature."""
+        """Return the basis of every key: the key with the claims that a token must have."""
         return {key.basis(self) for key in _keys(self.jwks_file, self.algorithms)}
 
 
 class _Key(NamedTuple):
-    """A key of the file, and the digest of what identifies it."""
+    """A key of the file, and the digest that identifies it."""
 
     jwk: Any
     digest: str
 
     def basis(self, options: Options) -> str:
-        """What a token with this key is accepted by."""
+        """Return the basis on which a token with this key is accepted."""
         return "\n".join((options.issuer, options.audience, options.user_claim, self.digest))
 
 
@@ -114,7 +114,7 @@ def authenticate(login: Login, options: Options) -> Accepted | Denied | None:
     jwt = _library()
     try:
         header = jwt.get_unverified_header(token)
-        key = _KEYS.of(options).find(header)
+        key = _KEY_FILES.of(options).find(header)
         claims = jwt.decode(
             token,
             key.jwk,
@@ -144,7 +144,7 @@ class _Jwks:
         self._known: list[_Key] = []
 
     def find(self, header: dict[str, Any]) -> _Key:
-        """The key that a token names; the only one, if it names none. Raises ValueError."""
+        """Return the key that a token names, or the only key if it names none. Raises ValueError."""
         with self._lock:
             self._look()
             keys = self._known
@@ -174,8 +174,8 @@ class _Jwks:
             log.error("%s: the old keys stay: %s", path, error)
 
 
-class _All:
-    """The keys for each set of options."""
+class _KeyFiles:
+    """The key files, one for each set of options."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Path, tuple[str, ...]], _Jwks] = {}
@@ -186,18 +186,18 @@ class _All:
             return self._known.setdefault((options.jwks_file, tuple(options.algorithms)), _Jwks(options))
 
 
-_KEYS = _All()
+_KEY_FILES = _KeyFiles()
 
 
 def _library() -> Any:
-    """PyJWT; to import it takes a while, so it is done only where tokens are used."""
+    """Import PyJWT. That takes a while, so it is done only where tokens are used."""
     return importlib.import_module("jwt")
 
 
 def _keys(path: Path, algorithms: list[str]) -> list[_Key]:
-    """The keys in a file that sign with one of these algorithms; raises OSError or ValueError.
+    """Read the keys of a file that sign with one of these algorithms. Raises OSError or ValueError.
 
-    Whoever can write the file can log in as anybody, and a private key in it does not belong on a gateway.
+    Anyone who can write the file can log in as any user. A private key in it does not belong on a gateway.
     """
     jwt = _library()
     if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -227,6 +227,6 @@ def _keys(path: Path, algorithms: list[str]) -> list[_Key]:
 
 
 def _digest(key: dict[str, Any], algorithm: str) -> str:
-    """What identifies a key: its name, and the members of its thumbprint (RFC 7638, 3.2; RFC 8037, 2)."""
+    """Return the digest of a key's name and thumbprint members (RFC 7638, 3.2; RFC 8037, 2)."""
     members = [key.get(name) for name in ("kid", "kty", "crv", "x", "y", "n", "e", "k")]
     return hashlib.sha256(json.dumps([algorithm, *members]).encode()).hexdigest()

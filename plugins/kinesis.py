@@ -1,4 +1,4 @@
-"""Exporter `kinesis`: records of a Kinesis data stream, by PutRecords.
+"""Exporter `kinesis`: puts records to a Kinesis data stream, with PutRecords.
 
 Service limits: 500 records and 10 MiB per request, 10 MiB per record, keys included; 1,000 records
 and 1 MB per second and shard.
@@ -12,9 +12,9 @@ request has at most one record of a key, and later records wait for a failed rec
 larger record is rejected, and a larger request is split.
 
 `compression` packs the messages of a batch into a few gzip records: one for each key, or a single one
-without `partitionKey`, of up to 1 MB before compression. Inside, messages in JSON (`record = "json"`, or a
-template of JSON) are lines. Those in CBOR are a sequence of items (RFC 8742), and all others a sequence of
-CBOR byte strings. A record succeeds or fails as a whole.
+without `partitionKey`, of up to 1 MB before compression. In a record, JSON messages (`record = "json"`, or a
+JSON template) are lines. CBOR messages are a sequence of items (RFC 8742), and all others a sequence of CBOR
+byte strings. A record succeeds or fails as a whole.
 
 `pacing` keeps the rate within the capacity of the stream's shards, so that Kinesis does not throttle it
 (needs the right kinesis:DescribeStreamSummary).
@@ -67,7 +67,7 @@ class KinesisConfig(AwsBatchedConfig, kw_only=True, frozen=True):
 
 
 class KinesisExporter(Exporter):
-    """One stream to one Kinesis data stream."""
+    """Exports one stream to one Kinesis data stream."""
 
     kind: ClassVar[str] = "kinesis"
     Config: ClassVar[type[ExportConfig]] = KinesisConfig
@@ -81,7 +81,7 @@ class KinesisExporter(Exporter):
 
     def __init__(self, config: KinesisConfig, context: Context) -> None:
         super().__init__(config, context)
-        # botocore's check of 500 records costs a quarter of the time; the records are always valid.
+        # Our records are always valid, and botocore's check of 500 would cost a quarter of the time.
         self._client = context.client("kinesis", config, parameter_validation=False)
         self._template = KeyTemplate(config.partition_key) if config.partition_key else None
         self._encoder = RecordEncoder(config.record)
@@ -177,7 +177,7 @@ class KinesisExporter(Exporter):
         failed: list[int] = []
 
         def put(part: Sequence[int]) -> None:
-            late = {keys[n] for n in failed} - {None}  # a record that is refused is sent in halves, in order
+            late = {keys[n] for n in failed} - {None}  # refused records are sent again in halves, in order
             wanted = {n for n in part if keys[n] not in late}
             groups = [some for group in sending if (some := [n for n in group if n in wanted])]
             again = self._put(data, keys, groups) if groups else []
@@ -253,11 +253,11 @@ def _within_limits(data: Sequence[bytes], groups: Sequence[list[int]]) -> Iterat
 
 
 def _random_key() -> str:
-    # It only has to be uniform over the shards: a UUID costs five times as much.
+    # It only has to spread records evenly over the shards; a UUID would cost five times as much.
     return f"{random.getrandbits(128):032x}"
 
 
 @hookimpl
 def register_exporters(register: Callable[[type[Exporter]], None]) -> None:
-    """The exporter of this file."""
+    """Register the exporter of this file."""
     register(KinesisExporter)

@@ -75,9 +75,9 @@ from bridge.plugin.mqtt import (
 )
 from bridge.plugin.records import JSON, RecordEncoder
 
-RECORDS = 1000  # of a batch: what a kill may repeat
-PINGS = 4  # looks at an idle connection per keep-alive
-REJECTED = {  # reason codes (5 section 2.4) of what no attempt can change
+RECORDS = 1000  # records per batch, and the most that a kill repeats
+PINGS = 4  # checks of an idle connection per keep-alive interval
+REJECTED = {  # reason codes (MQTT 5 section 2.4) that another attempt cannot change
     0x90: "topic name invalid",
     0x95: "packet too large",
     0x99: "payload format invalid",
@@ -90,24 +90,24 @@ RETRIED = {
     0x91: "packet identifier in use",
     QUOTA: "quota exceeded",
 }
-WAIT = 1.0  # seconds, when a quota is exceeded
-# Connections in a row that the broker drops at the same message, without a reason. After two of them each
-# message is sent alone, and at the last one the message is rejected.
+WAIT = 1.0  # seconds to wait when a quota is exceeded
+# How often in a row the broker ends the connection at the same message, without a reason. After SUSPECT
+# times, messages are sent one at a time; after DROPS times, the message is rejected.
 SUSPECT, DROPS = 2, 10
 
 # https://docs.aws.amazon.com/general/latest/gr/iot-core.html, "message broker and protocol limits"
 AWS_PAYLOAD = 128 * KIB
 AWS_TOPIC, AWS_SLASHES = 256, 7
-AWS_BASIC_INGEST = re.compile(r"\$aws/rules/[^/]+/")  # does not count for the limits of a topic
+AWS_BASIC_INGEST = re.compile(r"\$aws/rules/[^/]+/")  # does not count towards the limits on a topic
 AWS_IN_FLIGHT = 100
 AWS_CLIENT_ID = 128
-# Per second and connection. A little less, since two seconds of theirs cut one of ours.
+# Per second and connection. A little lower, because one of our seconds overlaps two of theirs.
 AWS_MESSAGES, AWS_BYTES = 95, 512 * KIB * 95 // 100
 AWS_BURST = 0.05  # seconds of both
 
 
 class MqttConfig(BatchedConfig, kw_only=True, frozen=True):
-    """Where and how to publish."""
+    """The broker, and how to publish there."""
 
     url: BrokerUrl
     batch_size: Annotated[int, Meta(ge=1, le=RECORDS)] | None = None
@@ -139,7 +139,7 @@ class MqttConfig(BatchedConfig, kw_only=True, frozen=True):
 
 
 class _Headers(Struct):
-    """What of a PUBLISH is passed on; `expires` is Unix time in ms."""
+    """The properties of a PUBLISH that are passed on. `expires` is Unix time in ms."""
 
     retain: bool = False
     user: list[tuple[str, str]] = []
@@ -162,7 +162,7 @@ class _Message(NamedTuple):
 
 
 class MqttExporter(Exporter):
-    """One stream to one broker, over one connection."""
+    """Exports one stream to one broker, over one connection."""
 
     kind: ClassVar[str] = "mqtt"
     Config: ClassVar[type[ExportConfig]] = MqttConfig
@@ -177,12 +177,12 @@ class MqttExporter(Exporter):
         self._encoder = RecordEncoder(config.record)
         self._type = "" if config.record == "payload" else self._encoder.content_type  # else the publisher's
         self._user = {name: Template(value) for name, value in config.user_properties.items()}
-        self._own = {*config.user_properties, "message-id"}  # names that a publisher's properties cannot have
+        self._own = {*config.user_properties, "message-id"}  # names not taken from a publisher
         self._v5 = config.protocol == "5"
         self._aws = config.aws
         self._pace = _Pace(AWS_MESSAGES, AWS_BYTES, AWS_BURST) if self._aws else None
         self._connection: Connection | None = None
-        self._singly = False  # the broker ended the connection because of a message: which one?
+        self._singly = False  # send one message at a time, to find the one that ends the connection
         self._suspect, self._drops = -1, 0  # the number of the first unanswered message, and drops in a row
 
     @classmethod
@@ -202,7 +202,7 @@ class MqttExporter(Exporter):
     @classmethod
     def batching(cls, config: MqttConfig) -> Batching:
         batching = super().batching(config)
-        # A batch that takes a second: the service ends in the middle of fewer.
+        # A batch that takes a second, so that the end of the service interrupts fewer.
         return (
             msgspec.structs.replace(batching, records=batching.records or AWS_MESSAGES)
             if config.aws
@@ -228,7 +228,7 @@ class MqttExporter(Exporter):
         return _outcome(batch, connection, rejected, ended)
 
     def _blame(self, batch: Batch, unanswered: list[int], ended: Ended) -> str:
-        """Why the first unanswered message is rejected: it has ended the connection. Empty if it is not."""
+        """Return why the first unanswered message is rejected, if it ended the connection; else empty."""
         alone = self._singly and len(unanswered) == 1
         if ended.code in REJECTED:
             self._singly = True
@@ -262,7 +262,7 @@ class MqttExporter(Exporter):
     # --- the connection
 
     def _connected(self) -> Connection:
-        """The connection, if it has not ended meanwhile, or a new one; raises Retry."""
+        """Return the connection, or a new one if it has ended. Raises Retry."""
         if self._connection is not None and not self._connection.stale:
             try:
                 self._connection.turn(0)
@@ -314,7 +314,7 @@ class MqttExporter(Exporter):
     # --- the messages
 
     def _publish(self, batch: Batch, connection: Connection, rejected: dict[int, str]) -> None:
-        """Publish the batch and wait for the answers; raises Ended. `rejected` is by index."""
+        """Publish the batch and wait for the answers; fill `rejected`, by index. Raises Ended."""
         window = 1 if self._singly else min(self.config.max_in_flight, connection.receive_maximum)
         if self._aws:
             window = min(window, AWS_IN_FLIGHT)
@@ -324,7 +324,7 @@ class MqttExporter(Exporter):
         for n, record in enumerate(batch.records):
             if n in wrong:
                 continue
-            # A filter may have made two records of one: they are two messages.
+            # A transform may have made two records of one; they are two messages.
             repeated = repeated + 1 if record.sequence_number == number else 0
             number = record.sequence_number
             message = self._message(batch, record, payloads[n], repeated, connection.max_packet)
@@ -335,7 +335,7 @@ class MqttExporter(Exporter):
                 connection.turn(wait)
             connection.wait_below(window)
             if any(code not in REJECTED for code in connection.refused.values()):
-                break  # what the broker refuses now goes before what comes later
+                break  # a refused message must be sent again before later ones
             connection.publish(n, message.topic, payloads[n], message.retain, message.properties)
             if self._pace is not None:
                 self._pace.sent(self.context.monotonic(), message.size)
@@ -346,7 +346,7 @@ class MqttExporter(Exporter):
     def _message(
         self, batch: Batch, record: Record, payload: bytes, repeated: int, max_packet: int
     ) -> _Message | str:
-        """How a record is published, or why it never can be."""
+        """Return the message for a record, or why it can never be published."""
         headers = _headers.decode(record.headers) if record.headers else _NO_HEADERS
         try:
             topic = self._topic.render(batch, record)
@@ -354,7 +354,7 @@ class MqttExporter(Exporter):
             properties = self._properties(batch, record, headers, repeated) if self._v5 else b""
         except NoValue as error:
             return f"topic: {error}"
-        except ValueError as error:  # a lone surrogate, or too long
+        except ValueError as error:  # a lone surrogate, or a string that is too long
             return str(error)
         if wrong := self._wrong(topic, encoded, payload):
             return wrong
@@ -392,7 +392,7 @@ class MqttExporter(Exporter):
             expires = record.ingest_time + self.config.message_expiry_millis
         return pack_properties(
             user,
-            # At least a second, so that it reaches those who are subscribed now.
+            # At least a second, so that it reaches current subscribers.
             expiry=max(math.ceil(expires / 1000 - self.context.now()), 1) if expires else None,
             utf8=self._type == JSON or (not self._type and headers.utf8),
             content_type=self._type or headers.type,
@@ -405,12 +405,12 @@ class _Pace:
     """Spreads messages over time; times in seconds."""
 
     def __init__(self, messages: float, size: float, burst: float) -> None:
-        """`messages` and `size` in bytes are per second."""
+        """`messages` and `size` (bytes) are limits per second; `burst` is in seconds."""
         self._messages, self._size, self._burst = messages, size, burst
         self._free_at = 0.0
 
     def wait(self, now: float) -> float:
-        """How long the next message must wait; not above 0 if it may go."""
+        """Return how long the next message must wait; 0 or less if it may be sent."""
         return self._free_at - self._burst - now
 
     def sent(self, now: float, size: int) -> None:
@@ -462,7 +462,7 @@ def _tls(config: MqttConfig) -> ssl.SSLContext | None:
 
 
 def _mistakes(config: MqttConfig) -> list[tuple[str, str]]:
-    """The keys with a mistake, and what it is."""
+    """Return the keys with mistakes, each with a description."""
     found = []
     if mistake := url_mistake(config.url):
         found.append(("url", mistake))
@@ -517,5 +517,5 @@ def _mistakes(config: MqttConfig) -> list[tuple[str, str]]:
 
 @hookimpl
 def register_exporters(register: Callable[[type[Exporter]], None]) -> None:
-    """The exporter of this file."""
+    """Register the exporter of this file."""
     register(MqttExporter)

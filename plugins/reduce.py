@@ -1,23 +1,23 @@
 """Plugin `reduce`: fewer and smaller messages, by the rules in the option `reduce` of an export.
 
-A message follows the first rule whose `topics` match its topic. The rule decides in this order:
+The first rule whose `topics` match the topic of a message applies. It decides in this order:
 
-1. `sample = N` sends one of N messages of each topic: the first, then every N-th.
+1. `sample = N` sends one in N messages of each topic: the first, then every N-th.
 2. `deadband` sends a message only if one of its values differs from the last one sent on the same topic by
    more than its band. A band is a number, a percentage of the last value sent (`"2%"`), or `"ignore"`. On an
-   object or a list, a band holds for every value in it, except where a longer pointer has its own. Values
-   that are no numbers count when they are different. A value that a message lacks is not compared. A message
-   without any of these values, or with more than 200, is sent.
-3. `longest_silence_millis` sends the next message of a topic when so much time has passed since the last one
-   that was sent, whatever the sample and the dead band say. Time is the ingest time of the messages.
-4. `keep` or `drop` leave fields out of what is sent, and `rename` gives fields new names. Values stay as
-   they were published, digit by digit. A new name that another field of the object has is not given.
+   object or a list, a band applies to every value in it, except where a longer pointer has its own. Values
+   other than numbers count as changed when they differ. A value that a message lacks is not compared. A
+   message without any of these values, or with more than 200, is sent.
+3. `longest_silence_millis` sends the next message of a topic when that much time has passed since the last
+   one sent, whatever the sample and the dead band say. Times are the ingest times of the messages.
+4. `keep` or `drop` select fields, and `rename` gives fields new names. Values stay as they were published,
+   digit by digit. A field is not renamed if another field of the object already has the new name.
 
 Payloads that are not JSON are sampled, and otherwise sent unchanged. `keep`, `drop` and `rename` follow
 objects only: a list is one value.
 
-What was sent last is in the state of the transform, so a batch that is retried has the same messages. The
-state has room for about 1,600 topics with one value each. Beyond it, the topic that was sent longest ago is
+The values sent last are in the state of the transform, so a retried batch has the same messages. The state
+has room for about 1,600 topics with one value each. Beyond that, the topic that was sent longest ago is
 forgotten, and its next message is sent.
 """
 
@@ -35,9 +35,9 @@ from bridge import ExportConfig, Record, TransformState, hookimpl
 from bridge.plugin.reduction import Reduction, encoded, parse_band, steps
 from bridge.topics import matches
 
-MOST_VALUES = 200  # of a message that are compared
-MOST_TOPICS = 4096  # whose rule is remembered
-EXACT = 2**53  # integers beyond it are compared as texts: a float does not tell them apart
+MOST_VALUES = 200  # compared values per message
+MOST_TOPICS = 4096  # topics in the cache of rules
+EXACT = 2**53  # larger integers are compared as text, because a float cannot distinguish them
 UNREADABLE = (ValueError, RecursionError)  # what decoding a hostile payload raises; msgspec's are ValueErrors
 
 Band = tuple[float, float]  # absolute, and as a share of the last value
@@ -45,7 +45,7 @@ Value = float | bytes  # a number, or the digest of anything else
 
 
 class _Sent(Struct, array_like=True):
-    """What is known of a topic: when its last message was sent, how many came, and the values sent last."""
+    """The state of a topic: when its last message was sent, how many came, and the values sent last."""
 
     time: int
     count: int = 0
@@ -58,7 +58,7 @@ _members = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
 class _Field:
-    """A node of the tree of pointers: what is to be done with the field, and with those below it."""
+    """A node of the tree of pointers: what a rule does with a field and those below it."""
 
     __slots__ = ("band", "below", "drop", "has_band", "keep", "name")
 
@@ -69,7 +69,7 @@ class _Field:
         self.name = ""
 
     def at(self, pointer: str) -> _Field:
-        """The node of a pointer; it is made if there is none."""
+        """Return the node of a pointer; create it if necessary."""
         node = self
         for step in steps(pointer):
             node = node.below.setdefault(step, _Field())
@@ -96,7 +96,7 @@ class _Rule:
         self.remembers = self.compares or rule.sample > 1
 
     def values(self, payload: bytes) -> dict[int, tuple[Value, Band]]:
-        """The values that are compared, by the digest of their pointers; empty if none can be."""
+        """Return the values to compare, by the digests of their pointers; empty if none can be compared."""
         found: dict[int, tuple[Value, Band]] = {}
         try:
             _collect(msgspec.json.decode(payload), self._bands, None, "", found)
@@ -105,7 +105,7 @@ class _Rule:
         return found if len(found) <= MOST_VALUES else {}
 
     def shortened(self, payload: bytes) -> bytes:
-        """The payload with the fields that the rule leaves, and with its names."""
+        """Return the payload with the fields and names that the rule gives it."""
         if not self._fields.below:
             return payload
         try:
@@ -117,7 +117,7 @@ class _Rule:
 def _collect(
     value: Any, node: _Field | None, band: Band | None, pointer: str, found: dict[int, tuple[Value, Band]]
 ) -> None:
-    """Add the leaves of a value with their bands; `band` is that of what is around it."""
+    """Add the leaves of a value with their bands; `band` is the one of the enclosing value."""
     if node is not None and node.has_band:
         band = node.band
     if len(found) > MOST_VALUES or (band is None and (node is None or not node.below)):
@@ -185,7 +185,7 @@ class _Rules:
         self._by_topic: dict[str, tuple[_Rule | None, bytes]] = {}
 
     def of(self, topic: str) -> tuple[_Rule | None, bytes]:
-        """The rule of a topic, and the topic's key in the state."""
+        """Return the rule of a topic, and the topic's key in the state."""
         found = self._by_topic.get(topic)
         if found is None:
             rule = next((one for one in self._rules if any(matches(f, topic) for f in one.topics)), None)
@@ -196,7 +196,7 @@ class _Rules:
         return found
 
     def payload(self, record: Record, state: TransformState) -> bytes | None:
-        """What is sent of a record; None if it is left out."""
+        """Return the payload to send for a record; None if it is left out."""
         rule, key = self.of(record.topic)
         if rule is None:
             return record.payload
@@ -206,7 +206,7 @@ class _Rules:
 
 
 def _is_sent(rule: _Rule, key: bytes, record: Record, state: TransformState) -> bool:
-    """Whether the sample, the dead band or the silence sends a record; the state learns of it."""
+    """Decide by sample, dead band and silence whether to send a record, and update the state."""
     number, time = record.sequence_number, record.ingest_time
     stored = state.get(key)
     sent = None if stored is None else _decode(stored)
@@ -215,7 +215,7 @@ def _is_sent(rule: _Rule, key: bytes, record: Record, state: TransformState) -> 
     if sent is None:
         state.set(number, key, _encode(_Sent(time, 1, fresh)))
         return True
-    # A clock that was set back would make a silence of any length.
+    # If the clock was set back, the silence could otherwise have any length.
     overdue = rule.silence is not None and not 0 <= time - sent.time < rule.silence
     sends = overdue or (sent.count % rule.sample == 0 and (not values or _has_changed(values, sent.values)))
     if sends:
@@ -253,7 +253,7 @@ def _rules(config: ExportConfig) -> _Rules:
 
 @hookimpl
 def transform_records(records: list[Record], config: ExportConfig, state: TransformState) -> list[Record]:
-    """Carry the rules out."""
+    """Apply the rules."""
     rules, left = _rules(config), []
     for record in records:
         payload = rules.payload(record, state)
@@ -264,5 +264,5 @@ def transform_records(records: list[Record], config: ExportConfig, state: Transf
     return left
 
 
-# Exports without rules do not call it.
+# It is not called for exports without rules.
 transform_records.option = "reduce"  # type: ignore[attr-defined]

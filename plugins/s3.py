@@ -1,4 +1,4 @@
-"""Exporter `s3`: batches of messages as objects, for the ingest job and any other reader of S3.
+"""Exporter `s3`: writes batches of messages as objects, for the ingest job and other readers of S3.
 
 An object covers the numbers first..last; `bridge.objectkeys` makes its name. It has all of their messages
 except those that `topics` or `reduce` leaves out, and declares these (`bridge.filtered`). Where numbers were
@@ -66,7 +66,7 @@ from bridge.plugin.records import lines
 from bridge.plugin.reports import gateway_report
 
 AGAIN = 0.2  # seconds
-BUSY_REPORT = 60.0  # seconds between gateway reports, at least, while a backlog goes out
+BUSY_REPORT = 60.0  # minimum seconds between gateway reports while a backlog is uploaded
 CHUNK = 1000  # rows
 DIGEST = "rows-sha256"  # the key in an object's metadata
 Hint = Annotated[Millis, Meta(ge=1, le=MAX_MILLIS)]
@@ -91,7 +91,7 @@ class S3Config(AwsConfig, frozen=True):
 
 
 class S3Exporter(Exporter):
-    """One stream to one bucket."""
+    """Exports one stream to one bucket."""
 
     kind: ClassVar[str] = "s3"
     Config: ClassVar[type[ExportConfig]] = S3Config
@@ -126,8 +126,8 @@ class S3Exporter(Exporter):
         )
         self._destination = (config.bucket, self._prefix)
         self._written = _written.setdefault(self._client, {})
-        # When the last upload or drop was settled: an older report does not have it. `inf`: not settled yet;
-        # also at the start, because the previous worker may have died before it wrote a report.
+        # When the last upload or drop was settled; an older report lacks it. `inf`: not settled yet, and also
+        # at the start, because the previous worker may have died before it wrote a report.
         self._settled_at = math.inf
         self._busy_since = context.monotonic()
 
@@ -157,9 +157,9 @@ class S3Exporter(Exporter):
         return ACCEPTED
 
     def _announce(self) -> None:
-        """Before objects go ahead of older messages, let the gateway report say that they may; raises Retry.
+        """Before newer messages are uploaded first, announce that in the gateway report. Raises Retry.
 
-        Readers would take the numbers between the objects for lost. The state notes what was written.
+        Otherwise readers would take the numbers between the objects for lost. The state records the report.
         """
         destination = msgspec.json.encode((self.config.endpoint_url, *self._destination))
         state = hashlib.sha256(destination).digest() if self.config.newest_first else b""
@@ -195,7 +195,7 @@ class S3Exporter(Exporter):
         self._settled_at = math.inf  # the current report lists this export
 
     def idle(self) -> float | None:
-        """Write the gateway report if it is old; one export does it for all to the same destination."""
+        """Write the gateway report if it is outdated; one export writes it for all with its destination."""
         if self._settled_at == math.inf:
             self._settled_at = self.context.monotonic()
         with _reports_lock:
@@ -213,16 +213,16 @@ class S3Exporter(Exporter):
         return None
 
     def _report_while_busy(self) -> None:
-        """Write the gateway report while a backlog goes out: `idle` is not called before it is gone.
+        """Write the gateway report during a backlog, when `idle` is not called.
 
-        The report does not have the batch of now yet. Readers look for new objects where it says so.
+        The report does not include the current batch. It tells readers where to look for new objects.
         """
         now = self.context.monotonic()
         every = max(BUSY_REPORT, self.config.report_interval_millis / 1000)
         with _reports_lock:
             if now - max(self._busy_since, self._written.get(self._destination, -math.inf)) < every:
                 return
-            self._busy_since = now  # also if it fails: `idle` tries again, and reports the error
+            self._busy_since = now  # even after a failure: `idle` retries, and reports the error
             try:
                 self._write_report(self.context.exports())
             except (Retry, Stopped) as error:
@@ -271,7 +271,7 @@ def _with_before_start(export: Progress) -> Progress:
 
 
 _reports_lock = threading.Lock()
-# By client, and by bucket and prefix: when the report there was written.
+# When each report was last written, by client, then by bucket and prefix.
 _written: WeakKeyDictionary[Any, dict[tuple[str, str], float]] = WeakKeyDictionary()
 
 
@@ -280,7 +280,7 @@ Encode = Callable[[Batch], tuple[bytes, str]]  # an object's content and its `ro
 
 def _digest(batch: Batch) -> str:
     digest = hashlib.sha256()
-    for start in range(0, len(batch.records), CHUNK):  # all lines at once would be another copy of the batch
+    for start in range(0, len(batch.records), CHUNK):  # all at once would copy the batch
         digest.update(lines(batch, batch.records[start : start + CHUNK]))
     return digest.hexdigest()
 
@@ -328,7 +328,7 @@ def _parquet() -> tuple[Encode, str, str]:
             pa.array([record.payload for record in records], pa.binary()),
         ]
         sink = pa.BufferOutputStream()
-        # readers see a flipped bit by the checksums: without them most give wrong values
+        # without checksums, most readers return wrong values after a flipped bit
         with pq.ParquetWriter(sink, schema, compression="zstd", write_page_checksum=True) as writer:
             writer.write_table(pa.table(columns, schema=schema))
             if declared := _declaration(batch):
@@ -347,5 +347,5 @@ _FORMATS: dict[str, Callable[[], tuple[Encode, str, str]]] = {
 
 @hookimpl
 def register_exporters(register: Callable[[type[Exporter]], None]) -> None:
-    """The exporter of this file."""
+    """Register the exporter of this file."""
     register(S3Exporter)

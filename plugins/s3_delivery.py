@@ -62,7 +62,7 @@ class S3DeliveryConfig(AwsConfig, frozen=True):
 
 
 class S3DeliveryExporter(Exporter):
-    """One stream to one bucket."""
+    """Exports one stream to one bucket."""
 
     kind: ClassVar[str] = "s3Delivery"
     Config: ClassVar[type[ExportConfig]] = S3DeliveryConfig
@@ -127,5 +127,5 @@ class S3DeliveryExporter(Exporter):
 
 @hookimpl
 def register_exporters(register: Callable[[type[Exporter]], None]) -> None:
-    """The exporter of this file."""
+    """Register the exporter of this file."""
     register(S3DeliveryExporter)

@@ -1,4 +1,4 @@
-"""Exporter `s3TaskExecutor`: uploads files of this machine; messages of a stream name them.
+"""Exporter `s3TaskExecutor`: uploads files of this machine that the messages of a stream name.
 
 A message is one S3ExportTaskDefinition in JSON. Tasks run one at a time, in the order of the stream; they
 never change or delete the file. Files over `sizeThresholdForMultipartUploadBytes`, or over 32 MiB, are
@@ -50,7 +50,7 @@ from bridge.plugin.uploads import TaskDefinition, resolve_key
 
 MIN_PART = 5 * MIB
 MAX_PARTS = 10_000
-MAX_SINGLE = 32 * MIB  # of a file that is uploaded in one part, which is held in memory
+MAX_SINGLE = 32 * MIB  # a larger file is uploaded in parts; a part is held in memory
 PERMANENT = frozenset(
     {"EntityTooLarge", "InvalidArgument", "InvalidBucketName", "KeyTooLongError", "MetadataTooLarge"}
     | {"NoSuchBucket"}
@@ -103,7 +103,7 @@ class S3TasksConfig(AwsConfig, kw_only=True, frozen=True):
 
 
 class Upload(Struct, frozen=True):
-    """The state of a task, stored from its first attempt on."""
+    """The state of a task's upload, stored before its first attempt."""
 
     number: int
     bucket: str
@@ -118,7 +118,7 @@ class TaskError(Exception):
 
 
 class S3TaskExporter(Exporter):
-    """The tasks of one stream."""
+    """Executes the tasks of one stream."""
 
     kind: ClassVar[str] = "s3TaskExecutor"
     Config: ClassVar[type[ExportConfig]] = S3TasksConfig
@@ -227,7 +227,7 @@ class S3TaskExporter(Exporter):
         self._call("complete_multipart_upload", task, upload, **request)
 
     def _parts(self, task: TaskDefinition, upload: Upload) -> dict[int, str] | None:
-        """The parts that the service has; None if it no longer knows the upload."""
+        """Return the parts that S3 has; None if it no longer knows the upload."""
         found: dict[int, str] = {}
         marker = 0
         while True:
@@ -296,7 +296,7 @@ class S3TaskExporter(Exporter):
 
 
 def _identity(file: BinaryIO) -> tuple[int, int]:
-    """The size in bytes and the time of the last change in ns: if they differ, the file has changed."""
+    """Return the size in bytes and the time of the last change in ns, which identify a file's version."""
     status = os.fstat(file.fileno())
     return status.st_size, status.st_mtime_ns
 
@@ -310,12 +310,12 @@ def _read(file: BinaryIO, upload: Upload, start: int, size: int, *, more: bool =
     body = file.read(size + more)
     if _identity(file) != (upload.size, upload.changed):  # all parts are of one version of the file
         raise Retry("the file changed while it was uploaded")
-    if len(body) != size:  # such as in /proc
+    if len(body) != size:  # for example a file in /proc
         raise TaskError(f"the content of the file does not have its size of {upload.size} bytes")
     return body
 
 
 @hookimpl
 def register_exporters(register: Callable[[type[Exporter]], None]) -> None:
-    """The exporter of this file."""
+    """Register the exporter of this file."""
     register(S3TaskExporter)

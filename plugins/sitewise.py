@@ -1,4 +1,4 @@
-"""Exporter `IotSitewise`: property values, by BatchPutAssetPropertyValue.
+"""Exporter `IotSitewise`: puts property values, with BatchPutAssetPropertyValue.
 
 Without `propertyAlias`, a message is one PutAssetPropertyValueEntry in JSON, as the Stream Manager SDK writes
 it. With it, a message is a reading such as `{"temp": 21.5}`: one value of one property. `propertyAlias`,
@@ -18,7 +18,7 @@ A request has up to 10 entries. An entry with a value for the same property and 
 a later request, because the service rejects both together. `entryId` need not be unique: requests have their
 own numbers.
 
-The service's error codes decide about an entry: throttling, missing rights and internal errors are
+The service's error codes decide what happens to an entry: throttling, missing rights and internal errors are
 retried; an unknown property, an invalid value or a timestamp that the service does not accept (older
 than 7 days, or more than 10 minutes ahead) is rejected. The service judges each value of an entry, and
 stores those without error. Conflicting entries, for example of one property by its alias and by its ids,
@@ -61,12 +61,12 @@ PERMANENT = frozenset(
     {"InvalidRequestException", "ResourceNotFoundException", "TimestampOutOfRangeException"}
 )
 CONFLICT = "ConflictingOperationException"
-# Errors of a request that one entry causes: its entries are sent separately.
+# Errors of a request that one entry can cause; then the entries are sent separately.
 REFUSED = frozenset({*PERMANENT, "SerializationException", "ValidationException"})
 
 
 class SitewiseConfig(AwsBatchedConfig, frozen=True):
-    """The SDK's IoTSiteWiseConfig, with endpoint and region, and what makes entries of plain readings."""
+    """The SDK's IoTSiteWiseConfig, with endpoint, region, and templates for plain readings."""
 
     batch_size: Annotated[int, Meta(ge=1, le=MAX_ENTRIES)] | None = None
     property_alias: str | None = None
@@ -120,7 +120,7 @@ class Entry(Struct, rename="camel", omit_defaults=True):
             raise ValueError("an entry has propertyAlias, or assetId and propertyId")
 
     def points(self) -> set[tuple[Any, ...]]:
-        """The properties and times of the values; a request may have each only once."""
+        """Return the properties and times of the values; a request may have each pair only once."""
         where = self.property_alias or (self.asset_id, self.property_id)
         return {
             (where, v.timestamp.time_in_seconds, v.timestamp.offset_in_nanos) for v in self.property_values
@@ -132,7 +132,7 @@ class Entry(Struct, rename="camel", omit_defaults=True):
 
 
 class Readings:
-    """Makes entries of plain readings. Raises ValueError for an option that is wrong."""
+    """Makes entries from plain readings. Raises ValueError for a wrong option."""
 
     def __init__(self, config: SitewiseConfig) -> None:
         self._alias = _template("propertyAlias", config.property_alias or "")
@@ -146,7 +146,7 @@ class Readings:
             )
 
     def entry(self, batch: Batch, record: Record) -> Entry:
-        """The entry of a message. Raises NoValue, or ValidationError for what SiteWise cannot hold."""
+        """Return the entry of a message. Raises NoValue, or ValidationError if SiteWise cannot store it."""
         nanos = self._time_of(batch, record)
         point: dict[str, Any] = {
             "value": _variant(_found("value", self._value, batch, record), self._type),
@@ -159,7 +159,7 @@ class Readings:
         return msgspec.convert({"entryId": "", "propertyAlias": alias, "propertyValues": [point]}, Entry)
 
     def _time_of(self, batch: Batch, record: Record) -> int:
-        """Unix time in ns."""
+        """Return the time of a reading as Unix time in ns."""
         if self._time is None:
             return record.ingest_time * 10**6 + record.sequence_number % 10**6
         found = _found("time", self._time, batch, record)
@@ -185,7 +185,7 @@ def _template(option: str, text: str) -> Template:
 
 
 def _found(option: str, template: Template, batch: Batch, record: Record) -> Any:
-    """What a template makes; of the value, if it is one field, what that is in JSON."""
+    """Evaluate a template. A single field keeps its JSON type, except in `propertyAlias`."""
     try:
         if template.only is None or option == "propertyAlias":
             return template.render(batch, record)
@@ -201,7 +201,7 @@ def _found(option: str, template: Template, batch: Batch, record: Record) -> Any
 
 
 def _unpacked(value: Any) -> Any:
-    """The number or boolean that a text is."""
+    """Convert text to the number or boolean that it contains."""
     if isinstance(value, str):
         with suppress(msgspec.DecodeError, ValueError, RecursionError):
             return msgspec.json.decode(value)
@@ -209,7 +209,7 @@ def _unpacked(value: Any) -> Any:
 
 
 def _variant(value: Any, kind: str | None) -> dict[str, Any]:
-    """A value of the type `kind`, or of its own; raises NoValue if it has none of that type."""
+    """Return a value with the type `kind`, or with its own type. Raises NoValue if that is impossible."""
     if not isinstance(value, bool | int | float | str):
         name = "null" if value is None else "a list or an object"
         raise NoValue(f"value: {name} is no value of a property")
@@ -230,7 +230,7 @@ def _variant(value: Any, kind: str | None) -> dict[str, Any]:
 
 
 class SitewiseExporter(Exporter):
-    """One stream to IoT SiteWise."""
+    """Exports one stream to IoT SiteWise."""
 
     kind: ClassVar[str] = "IotSitewise"
     Config: ClassVar[type[ExportConfig]] = SitewiseConfig
@@ -302,7 +302,7 @@ class SitewiseExporter(Exporter):
             )
         except Exception as error:
             code = error_code(error)
-            # A conflict of a single entry with another client's request ends soon: retry it.
+            # A single entry can conflict with another client's request; that ends soon, so retry it.
             conflict = code == CONFLICT and (len(part) > 1 or entries[part[0]].has_conflict())
             if code in REFUSED or conflict or is_invalid(error):
                 raise Refused(" ".join(cause(error).split())) from error
@@ -331,5 +331,5 @@ def _without_conflicts(entries: dict[int, Entry]) -> Iterator[list[int]]:
 
 @hookimpl
 def register_exporters(register: Callable[[type[Exporter]], None]) -> None:
-    """The exporter of this file."""
+    """Register the exporter of this file."""
     register(SitewiseExporter)

@@ -1,7 +1,7 @@
 """How long a failed export waits before its next attempt.
 
-A file with a password or a key may be the cause of the failure, and the wait minutes long. So while an export
-waits, it looks at its files every `LOOK` seconds, and makes an attempt when one has changed.
+The cause may be a file with a password or a key, and the wait may be minutes long. So while an export waits,
+it checks its files every `LOOK` seconds, and makes an attempt when one has changed.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ LOOK = 2.0
 
 
 class Backoff:
-    """Doubles the wait with each failure in a row. Durations are seconds, `until` is monotonic."""
+    """Doubles the wait with each failure in a row. Durations are in seconds; `until` is monotonic."""
 
     def __init__(self, first: float, longest: float) -> None:
         self._first, self._longest = first, longest
         self.until = 0.0  # no attempt before this time, unless a file changes
-        self.files: Sequence[str] = ()  # those to look at
+        self.files: Sequence[str] = ()  # those to check
         self._seen: list[tuple[int, int, int] | None] = []  # as they were at the last attempt
         self._look_at = math.inf
-        self.attempts = 0  # failed in a row, since the last one of which a part arrived
-        self._refused = 0  # of those, not because of the link
+        self.attempts = 0  # failures in a row, since the last attempt of which a part arrived
+        self._refused = 0  # of these, failures that the link did not cause
         self._down_since: float | None = None  # when the link began to be the cause of failures
 
     @property
     def due(self) -> float:
-        """When to make an attempt, or to look at the files."""
+        """Return when to make an attempt or check the files."""
         return min(self.until, self._look_at)
 
     def hold(self, seconds: float) -> None:
-        """Make no attempt for `seconds`, whatever becomes of the files."""
+        """Make no attempt for `seconds`, even if a file changes."""
         self.until = time.monotonic() + seconds
         self._look_at = math.inf
 
     def attempt(self) -> bool:
-        """Whether to make an attempt now; the files are read with it."""
+        """Return whether to make an attempt now; it will use the files as they are."""
         now = time.monotonic()
         if now < self.until and now < self._look_at:
             return False
@@ -54,12 +54,12 @@ class Backoff:
     def failed(self, after: float | None, *, cut: bool) -> float:
         """Count a failed attempt; return the wait, at least `after`. `cut`: the link was the cause."""
         now = time.monotonic()
-        # The attempts of an outage say nothing about a server that then answers: it is busy for a moment.
+        # The number of attempts during an outage says nothing about a server that answers afterwards.
         doubled = min(self.attempts if cut else self._refused, 30)
         wait: float = min(self._first * 2**doubled, self._longest)
         if cut:
-            # A longer wait relieves no server, and a link that is up again may not stay up for long: bound
-            # the uptime that is lost by a share of the outage.
+            # A longer wait would not relieve a server, and the link may not stay up for long. So limit the
+            # lost uptime to a share of the outage.
             self._down_since = self._down_since or now
             wait = min(wait, max(self._first, (now - self._down_since) / OUTAGE_PARTS))
         else:
@@ -73,17 +73,17 @@ class Backoff:
         return wait
 
     def progressed(self) -> None:
-        """Begin with short waits again: a part has arrived."""
+        """Return to short waits, because a part has arrived."""
         self.attempts = self._refused = 0
 
     def recovered(self) -> None:
-        """Start anew after a success."""
+        """Reset everything after a success."""
         self.progressed()
         self._down_since = None
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
-    """What changes when a file is written or replaced; None if there is none."""
+    """Return a stamp that changes when the file is written or replaced; None if there is no file."""
     try:
         found = os.stat(path)
     except OSError:

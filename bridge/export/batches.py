@@ -1,7 +1,7 @@
 """The planned batch of an export: its boundaries, which part is sent next, and what is settled.
 
-Its boundaries are durable before its first attempt. Which records are settled is in memory only: after a
-crash the whole batch is sent again.
+Its boundaries are durable before its first attempt. Which of its records are settled is only in memory, so
+after a crash the whole batch is sent again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NoBatch(Enum):
 
     NOT_DUE = auto()  # too few messages are pending
     LATER = auto()  # no new messages are due, and a backlog waits for its turn
-    DROPPED = auto()  # the messages to plan had been dropped; more may follow
+    DROPPED = auto()  # the next messages have been dropped; more may follow
     SETTLED = auto()  # the rest of the planned batch has arrived or was dropped
 
 
@@ -39,37 +39,37 @@ class Batches:
     def __init__(self, host: Host, position: Position, planner: Planner, exporter: type[Exporter]) -> None:
         self._planner = planner
         self._host, self._position, self._cls = host, position, exporter
-        self._pending: set[int] | None = None  # what of the planned batch is not settled; None: all of it
-        self._postponed: set[int] = set()  # of these, what a later attempt sends
-        self._may_have_arrived = False  # an attempt of the planned batch had no answer
+        self._pending: set[int] | None = None  # the unsettled numbers of the planned batch; None: all
+        self._postponed: set[int] = set()  # of these, the ones that a later attempt sends
+        self._may_have_arrived = False  # an attempt of the planned batch got no answer
         self._handled = 0  # the settled messages of the planned batch
         self._sizing = Sizing()
         self._order = Order(position.source, planner, host.tuning.behind)
         self._slices = Slices()
-        self._in_order = True  # the planned batch comes after all that were settled
+        self._in_order = True  # the planned batch comes after all settled messages
 
     def due(self) -> float:
-        """The monotonic time of the next batch, if none is planned; infinite if nothing is pending."""
+        """Return the monotonic time of the next batch if none is planned; infinite if nothing is pending."""
         return self._order.due(self._position.cursor)
 
     @property
     def complete_at(self) -> float:
-        """When the batch that collects messages is sent at the latest (monotonic); 0.0 if none does."""
+        """Return the latest time (monotonic) of the batch that is collecting messages; 0.0 if none is."""
         return self._order.complete_at(self._position.cursor)
 
     @property
     def skips_backlog(self) -> bool:
-        """Whether the next batch is of new messages, which go before a backlog."""
+        """Return whether the next batch has new messages, which go before a backlog."""
         return self._order.skips_backlog(self._position.cursor)
 
     def resume(self) -> None:
-        """Continue from the position, which was just read."""
+        """Continue from the position that was just read."""
         self._sizing = Sizing(self._position.cursor.limit or None)
         self._may_have_arrived = self._position.cursor.batch is not None
         self._planner.state = TransformState(self._position.cursor.transform)
 
     def next(self, exporter: Exporter, config: ExportConfig, attempt: int) -> Batch | NoBatch:
-        """Return the next attempt; its boundaries are durable. Raises OSError and CorruptData."""
+        """Return the next attempt, whose boundaries are durable. Raises OSError and CorruptData."""
         self._postponed = set()
         left = self._reread(exporter, config) if self._position.cursor.batch else None
         if left is None:
@@ -78,7 +78,7 @@ class Batches:
             records = self._next_part(exporter, left, attempt) if left else left
         if isinstance(records, NoBatch):
             return records
-        self._position.write()  # also if the last write failed: a batch is sent only with durable boundaries
+        self._position.write()  # in case the last write failed: the boundaries must be durable
         if not records:  # the rest of the planned batch was dropped
             self._settled()
             return NoBatch.SETTLED
@@ -100,11 +100,11 @@ class Batches:
     def _next_part(
         self, exporter: Exporter, records: Sequence[Record], attempt: int
     ) -> Sequence[Record] | NoBatch:
-        """Return what of a planned batch the next attempt sends.
+        """Return the records of a planned batch that the next attempt sends.
 
         The limits may be lower than when it was planned. Its boundaries stay, and a later attempt sends the
         rest. A batch that is one object cannot be sent in parts: it gets a lower end, and so another name,
-        provided that nothing is at the destination under its old name.
+        provided that nothing is at the destination under the old name.
         """
         self._planner.limit(self._sizing.limit)
         fitting = self._planner.fitting(records)
@@ -148,12 +148,12 @@ class Batches:
         """Fix the boundaries of the next batch."""
         cursor = self._position.cursor
         if self._order.look(cursor, config):
-            self._slices = Slices()  # after an outage the link may be another one
+            self._slices = Slices()  # the link may be a different one after an outage
         limit = self._sizing.limit
         self._planner.limit(self._slices.bounded(limit) if self._order.has_backlog(cursor) else limit)
         self._in_order = not config.newest_first
         if not self._in_order:
-            self._planner.state = TransformState()  # the records of the last batch may be newer
+            self._planner.state = TransformState()  # the state may come from newer records
         first, plan = self._order.plan(cursor, config)
         if plan is None:
             return NoBatch.LATER if self._order.has_backlog(cursor) else NoBatch.NOT_DUE
@@ -164,7 +164,7 @@ class Batches:
         self._planner.state.rules = self._filters(config)
         self._remember()
         if not records:
-            # These numbers are settled: after a power cut no other message may have one of them.
+            # These numbers are settled, so no other message may get one of them after a power cut.
             cursor.reached = max(cursor.reached, plan.position - 1)
             return NoBatch.DROPPED
         cursor.plan(plan.position, plan.last)
@@ -177,7 +177,7 @@ class Batches:
     def _skip(self, ranges: list[tuple[int, int, str]], exporter: Exporter) -> None:
         """Report messages that were dropped before they were exported.
 
-        They are counted when the position passes them, in the same write: a crash counts none twice.
+        They are counted when the position passes them, in the same write, so a crash counts none twice.
         """
         if ranges and self._cls.dropped is not Exporter.dropped:
             with self._host.in_plugin(self._position.key, "reporting dropped messages to it"):
@@ -188,25 +188,25 @@ class Batches:
             self._position.skipped.add(ranges, cursor.pending(cursor.front))
 
     def delivered(self, size: int, seconds: float, busy: float) -> None:
-        """An attempt with `size` bytes was answered; it keeps the link busy for `busy` seconds."""
+        """Learn from an answered attempt of `size` bytes, which keeps the link busy for `busy` seconds."""
         self._sizing.delivered(size, seconds, self._planner.max_bytes)
         self._slices.delivered(size, busy)
         self._position.cursor.limit = self._sizing.limit or 0
 
     def was_cut(self, size: int, seconds: float) -> None:
-        """An attempt had no answer: the batch may have arrived, or was too long for the link."""
+        """Learn from an unanswered attempt: the batch may have arrived, or was too long for the link."""
         self._may_have_arrived = True
         self._sizing.cut(size, seconds)
         if self._position.cursor.limit != (self._sizing.limit or 0):
             self._position.cursor.limit, self._position.dirty = self._sizing.limit or 0, True
 
     def settle(self, batch: Batch, outcome: Outcome, dead_letters: str | None) -> bool:
-        """Apply an outcome; return whether the planned batch is settled.
+        """Apply an outcome, and return whether the planned batch is settled.
 
-        Rejected records go to the stream `dead_letters`. Raises Retry if it does not accept one of them.
+        Rejected records go to the stream `dead_letters`. Raises Retry if it does not accept one.
         """
         again = set(outcome.retry)
-        # In their order: an exporter that sends by key finds them in another one.
+        # Sorted, because an exporter that sends by key reports them in a different order.
         rejected = {n: reason for n, reason in sorted(outcome.rejected.items()) if n not in again}
         left = {batch.records[n].sequence_number for n in again} | self._postponed
         for n, reason in rejected.items():
@@ -214,7 +214,7 @@ class Batches:
             try:
                 self._dead_letter(record, reason, dead_letters)
             except Retry as error:
-                # The position waits for the dead letter: the record is sent, and rejected, again.
+                # The position waits for the dead letter, so the record will be sent and rejected again.
                 left.add(record.sequence_number)
                 self._pending = left | {batch.records[m].sequence_number for m in rejected if m > n}
                 self._count(batch, again | {m for m in rejected if m >= n}, rejected)
@@ -228,13 +228,13 @@ class Batches:
 
     def _count(self, batch: Batch, left: set[int], rejected: dict[int, str]) -> None:
         cursor, records = self._position.cursor, batch.records
-        done = [n for n in range(len(records)) if n not in left] if left else range(len(records))
-        refused = [n for n in done if n in rejected] if rejected else []
+        done = [record for n, record in enumerate(records) if n not in left] if left else records
+        refused = [records[n] for n in rejected if n not in left]
         self._handled += len(done)
         cursor.messages += len(done)
         cursor.rejected += len(refused)
-        cursor.size += sum([len(records[n].payload) for n in done])
-        cursor.size -= sum([len(records[n].payload) for n in refused])
+        cursor.size += sum(map(len, [record.payload for record in done]))
+        cursor.size -= sum(map(len, [record.payload for record in refused]))
         self._host.changed(batch.stream)
 
     def _settled(self) -> None:
@@ -250,18 +250,18 @@ class Batches:
         self._remember()
 
     def _remember(self) -> None:
-        """Move the state of the transform to the position; both are written together."""
+        """Move the state of the transform to the position. Both are written together."""
         state, cursor = self._planner.state, self._position.cursor
         if self._in_order:
             state.advance(cursor.position)
         cursor.transform = state.stored()
 
     def _filters(self, config: ExportConfig) -> bytes:
-        """What decides which messages are in a batch: the rules, and the topics if it is one object."""
+        """Return what selects the messages of a batch: the rules, and the topics if it is one object."""
         return encoded(config.reduce, config.topics if self._cls.limits.declares_filtered else ())
 
     def _as_planned(self, config: ExportConfig) -> ExportConfig:
-        """The configuration with the filters of the planned batch: a retry makes the same records."""
+        """Return the configuration with the filters of the planned batch, for the same records."""
         stored = self._planner.state.rules
         if stored == self._filters(config):
             return config
@@ -280,5 +280,6 @@ class Batches:
 
 
 def size_of(batch: Batch) -> int:
-    """Bytes of payloads and topics."""
-    return sum([len(record.payload) + len(record.topic) for record in batch.records])
+    """Return the bytes of payloads and topics."""
+    payloads = [record.payload for record in batch.records]
+    return sum(map(len, payloads)) + sum(map(len, [record.topic for record in batch.records]))

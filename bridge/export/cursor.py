@@ -78,19 +78,19 @@ KEPT_RANGES = 1000
 MAX_AHEAD = 56
 _MAGIC = b"SBCURSR1"
 _HEAD = struct.Struct(">8sQI")
-_SEAL = struct.Struct(">II")  # of an area
-_AROUND = 16  # bytes before and behind what of a sealed area is in the area
+_SEAL = struct.Struct(">II")  # length and CRC of an area
+_AROUND = 16  # bytes at each end of a sealed area that are stored in the slot
 
 
 class Cursor(Struct, kw_only=True):
     """One export's position and counters. `position` is the first number that is not exported.
 
-    `ahead` are the ranges above it that are: ascending, apart from each other, and at most `MAX_AHEAD`.
-    `planned`, or `planned_ahead`, is the batch whose boundaries are fixed and that is not settled yet.
+    `ahead` has the exported ranges above it: ascending, not adjacent, at most `MAX_AHEAD`. `planned`, or
+    `planned_ahead`, is the batch whose boundaries are fixed and that is not settled yet.
     `start` is the configured start sequence number from which the export began. `reached` is the highest
-    number that may have been sent or was passed, -1 if none; it never decreases, and a start beyond the
-    newest message does not count. `reserved` is a number that stands for it in another boot than `boot`: then
-    a later `reached` may be lost. `transform` is the state of the transforms at `position`. `skipped`
+    number that may have been sent or was passed, -1 if none. It never decreases, and a start beyond the
+    newest message does not count. In a boot other than `boot`, use `reserved` instead, because a later
+    `reached` may be lost. `transform` is the state of the transforms at `position`. `skipped`
     counts the numbers that the position has passed without exporting or rejecting a message. `stopped` is
     the `fingerprint` of the configuration with which the exporter raised `Stopped`; empty while the export
     may run. `limit` is that of `sizing`, 0 for none. `error_since` is when the export began to report
@@ -121,13 +121,13 @@ class Cursor(Struct, kw_only=True):
     boot: str | UnsetType = UNSET
 
     def sent(self, boot: str) -> int:
-        """The highest number that may have been sent, as known in this boot; -1 if none."""
+        """Return the highest number that may have been sent, as known in this boot; -1 if none."""
         if self.reserved is UNSET or (boot and boot == self.boot):
             return self.reached
         return max(self.reached, self.reserved)
 
     def fail(self, error: str | None) -> None:
-        """Set the error, and note since when there is one; None clears both."""
+        """Set the error and the time since when there is one; None clears both."""
         if error is None:
             self.error_since = 0
         elif self.error is None or not self.error_since:
@@ -136,7 +136,7 @@ class Cursor(Struct, kw_only=True):
 
     @property
     def batch(self) -> Pair | None:
-        """The boundaries of the batch that is planned and not settled yet."""
+        """Return the boundaries of the planned batch, which is not settled yet."""
         return self.planned if self.planned_ahead is UNSET else self.planned_ahead
 
     @property
@@ -146,15 +146,15 @@ class Cursor(Struct, kw_only=True):
 
     @property
     def front(self) -> int:
-        """The number after the highest that is exported."""
+        """Return the number after the highest exported one."""
         return self.position if self.ahead is UNSET else self.ahead[-1][1] + 1
 
     def pending(self, end: int) -> list[Pair]:
-        """The numbers below `end` that are not exported."""
+        """Return the ranges below `end` that are not exported."""
         return Ranges(self.ranges).missing(self.position, end - 1)
 
     def plan(self, first: int, last: int) -> None:
-        """Fix the boundaries of the next batch; once they are written, it may be sent."""
+        """Fix the boundaries of the next batch. It may be sent once they are written."""
         if first == self.position:
             self.planned = first, last
         else:
@@ -162,11 +162,11 @@ class Cursor(Struct, kw_only=True):
         self.reached = max(self.reached, last)
 
     def unplan(self) -> None:
-        """Give up the planned batch: it is settled, or must be planned anew."""
+        """Remove the planned batch: it is settled, or must be planned again."""
         self.planned, self.planned_ahead = None, UNSET
 
     def settle(self, first: int, last: int) -> None:
-        """The numbers first..last, which were pending, are exported, or never will be."""
+        """Mark pending numbers first..last as settled: exported, or never to be exported."""
         if last < first:
             return
         if self.ahead is not UNSET or first > self.position:
@@ -176,7 +176,7 @@ class Cursor(Struct, kw_only=True):
         self.position = last + 1
 
     def status(self, identifier: str) -> ExportStatus:
-        """The status in descriptions of the stream."""
+        """Return the status for descriptions of the stream."""
         return ExportStatus(
             export_config_identifier=identifier,
             last_exported_sequence_number=self.position - 1,
@@ -198,7 +198,7 @@ def fingerprint(config: ExportConfig) -> bytes:
 
 
 def stopped_with(data_dir: Path, stream: str, epoch: int, config: ExportConfig) -> str | None:
-    """Return why an export has stopped with exactly this configuration, or None; raises OSError."""
+    """Return why an export has stopped with exactly this configuration, or None. Raises OSError."""
     path = stream_directory(data_dir, stream) / f"{directory_name(config.identifier)}.cursor"
     found: Cursor | None = None
     with contextlib.suppress(CorruptData, FileNotFoundError):
@@ -209,12 +209,12 @@ def stopped_with(data_dir: Path, stream: str, epoch: int, config: ExportConfig) 
 
 
 def stream_directory(data_dir: Path, stream: str) -> Path:
-    """The directory of the cursors of a stream's exports."""
+    """Return the directory with the cursors of a stream's exports."""
     return data_dir / "exports" / directory_name(stream)
 
 
 def stored_status(data_dir: Path, stream: str, epoch: int, kind: str, identifier: str) -> ExportStatus:
-    """The status of an export from its file, or that of a new export if there is none."""
+    """Return the status of an export from its file, or that of a new export without a file."""
     found: Cursor | None = None
     with contextlib.suppress(CorruptData, OSError):
         found = CursorFile.read(stream_directory(data_dir, stream) / f"{directory_name(identifier)}.cursor")
@@ -224,10 +224,10 @@ def stored_status(data_dir: Path, stream: str, epoch: int, kind: str, identifier
 
 
 def highest_exported(data_dir: Path, name: str, epoch: int, boot: str | None = None) -> int:
-    """The highest number that any export of the stream may have sent; -1 if none.
+    """Return the highest number that any export of the stream may have sent; -1 if none.
 
-    Numbering continues after it when a power cut lost an unflushed tail that was already exported. `boot`
-    is the boot id, by default that of the machine.
+    Numbering continues after it if a power cut took unsynced messages that were already exported. `boot` is
+    the boot id, by default that of the machine.
     """
     highest, boot = -1, clock.System().boot if boot is None else boot
     for path in stream_directory(data_dir, name).glob("*.cursor"):
@@ -244,7 +244,7 @@ def forget_stream(data_dir: Path, name: str) -> None:
 
 
 def forget_others(data_dir: Path, name: str, identifiers: set[str]) -> None:
-    """Remove the cursors of exports that are not among these; they were deleted while no worker ran."""
+    """Remove the cursors of all other exports, which were deleted while no worker ran."""
     kept = {directory_name(identifier) for identifier in identifiers}
     directory = stream_directory(data_dir, name)
     for path in directory.iterdir() if directory.is_dir() else ():
@@ -253,7 +253,7 @@ def forget_others(data_dir: Path, name: str, identifiers: set[str]) -> None:
 
 
 class Sealing:
-    """Encrypts what an exporter and transforms remember of messages."""
+    """Encrypts the state of exporters and transforms, which may have parts of messages."""
 
     def __init__(self, keys: Keys, path: Path, epoch: int) -> None:
         """`path` is the cursor's file."""
@@ -261,19 +261,19 @@ class Sealing:
         self._keys, self._context = keys, b"cursor\0" + names + epoch.to_bytes(8, "little")
 
     def seal(self, plain: bytes) -> bytes:
-        """Encrypt; raises OSError."""
+        """Encrypt. Raises OSError."""
         try:
             return self._keys.seal(self._context, b"", plain)
         except EncryptionKeyError as error:
             raise OSError(EACCES, str(error)) from None
 
     def open(self, sealed: bytes) -> bytes:
-        """Decrypt; raises CorruptData or EncryptionKeyError."""
+        """Decrypt. Raises CorruptData or EncryptionKeyError."""
         return self._keys.open(self._context, b"", sealed)
 
 
 def openings(data_dir: Path) -> set[int]:
-    """The numbers of the opening keys that cursors need; raises OSError."""
+    """Return the numbers of the opening keys that cursors need. Raises OSError."""
     found = set[int]()
     for path in (data_dir / "exports").glob("*/*.cursor"):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -295,32 +295,32 @@ class CursorFile:
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         Files().sync_directory(path.parent)
-        self._sealing, self.encrypted = sealing, False  # what is written
+        self._sealing, self.encrypted = sealing, False  # whether writes are encrypted
         found = _slots(self._fd)
         self._generation = max((generation for generation, _ in found), default=0)
         os.fdatasync(self._fd)  # an earlier process may have ended before its next sync
-        self._is_synced = True  # the newest slot
+        self._is_synced = True  # whether the newest slot is
         self._areas: list[tuple[bytes, bool, bytes] | None] = [None, None]  # content, encrypted, check
         self._is_sealed = [False, False]
         for generation, cursor in found:
             self._is_sealed[generation % 2] = cursor.sealed is True
 
     def fill(self, cursor: Cursor) -> None:
-        """Write each invalid slot, so that no later write needs space; raises OSError.
+        """Write each invalid slot, so that no later write needs space. Raises OSError.
 
-        If it is to be encrypted, also those that are not.
+        If the cursor is to be encrypted, also write unencrypted slots.
         """
         for _ in range(2 - len(_slots(self._fd))):
             self.write(cursor)
         if self.encrypted and not all(self._is_sealed):
-            self.write(cursor)  # which replaces both
+            self.write(cursor)  # replaces both slots
 
     @staticmethod
     def read(path: Path, sealing: Sealing | None = None) -> Cursor | None:
         """Read a cursor; None for an empty file. Raises CorruptData if there is no valid slot.
 
-        Without `sealing`, the `state` and `transform` of an encrypted one stay encrypted. Else raises
-        EncryptionKeyError, too.
+        Without `sealing`, the `state` and `transform` of an encrypted cursor stay encrypted. With it, also
+        raises EncryptionKeyError.
         """
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -334,11 +334,11 @@ class CursorFile:
         raise CorruptData(f"{path}: it has no valid cursor")
 
     def write(self, cursor: Cursor, *, sync: bool = True) -> None:
-        """Write into the slot that is not the newest on the disk, durably if `sync`; raises OSError.
+        """Write into the slot without the newest synced cursor, durably if `sync`. Raises OSError.
 
-        With a state of transforms it is always durable: slot and area are two writes, and a process that is
-        killed between them must leave the newest slot as it was. So is the first encrypted write, which
-        replaces both slots and their areas.
+        With a state of transforms, the write is always durable: slot and area are two writes, and a process
+        that is killed between them must leave the newest slot unchanged. The first encrypted write is durable
+        too, because it replaces both slots and their areas.
         """
         plain, transform, encrypted = cursor, cursor.transform, self.encrypted
         if transform or (encrypted and not all(self._is_sealed)):
@@ -377,7 +377,7 @@ class CursorFile:
             self.write(plain)
 
     def _encoded(self, transform: bytes) -> tuple[bytes, bytes]:
-        """An area, and what the slot holds of it."""
+        """Return the content of an area, and the part of it that goes into the slot."""
         if not transform or not self.encrypted:
             return transform, _seal(transform) if transform else b""
         sealed = self._encrypt(transform)
@@ -389,12 +389,12 @@ class CursorFile:
         return self._sealing.seal(content)
 
     def _wipe_area(self, number: int) -> None:
-        """Leave nothing in an area of what was not encrypted."""
+        """Overwrite unencrypted content of an area."""
         if os.fstat(self._fd).st_size >= _area(2):
             Files().write(self._fd, [bytes(AREA)], _area(number))
 
     def _write_area(self, number: int, content: bytes) -> None:
-        """Write the area of a slot that does not count any more; the first time, make room for both."""
+        """Write the area of an invalidated slot. The first time, make room for both areas."""
         end = _area(2)
         if (size := os.fstat(self._fd).st_size) < end:
             Files().write(self._fd, [bytes(end - size)], size)
@@ -406,7 +406,7 @@ class CursorFile:
 
 
 def _slots(fd: int, sealing: Sealing | None = None) -> list[tuple[int, Cursor]]:
-    """The valid slots with their generations; decrypted, if there is `sealing`."""
+    """Return the valid slots with their generations; with `sealing`, decrypted."""
     found = []
     for number in range(2):
         data = os.pread(fd, SLOT, number * SLOT)
@@ -433,7 +433,7 @@ def _slots(fd: int, sealing: Sealing | None = None) -> list[tuple[int, Cursor]]:
 
 
 def _area(number: int) -> int:
-    """Where the area of a slot begins; that of 2 is the end of the file."""
+    """Return the offset of a slot's area; for slot 2, the end of the file."""
     return 2 * SLOT + number * AREA
 
 
@@ -442,14 +442,14 @@ def _seal(content: bytes) -> bytes:
 
 
 class Skipped:
-    """The ranges that an export never sent, ascending; neighbours with the same reason are joined."""
+    """The ranges that an export never sent, ascending. Adjacent ones with the same reason are joined."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.ranges: list[tuple[int, int, str]] = []
-        self._found = b""  # what an earlier process wrote: it may have ended before its sync
-        self._is_synced = False  # that, and the file's name, by this process
-        self._size = 0  # of the valid lines; the next write overwrites what a failed one left behind them
+        self._found = b""  # the lines of an earlier process, which may have ended before its sync
+        self._is_synced = False  # whether this process has synced these lines and the file's name
+        self._size = 0  # of the valid lines; the next write overwrites the remains of a failed one
         self._lines = 0
         self._compact_size = KEPT_RANGES  # the number of ranges of a compact file
         for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
@@ -462,11 +462,11 @@ class Skipped:
             self._lines += 1
 
     def add(self, ranges: list[tuple[int, int, str]], pending: Sequence[Pair] = ()) -> None:
-        """Append durably the parts of these ranges that are not in it yet.
+        """Append durably the parts of these ranges that are not in the file yet.
 
-        `pending` are the numbers between them that the export has not passed. Raises OSError; the next call
-        overwrites what was written until then. The first call also writes again what was found in the file:
-        a cursor may pass it only once it is on the disk, and a sync alone does not repair one that failed.
+        `pending` has the numbers between them that the export has not passed. Raises OSError; then the next
+        call overwrites the incomplete write. The first call also rewrites the lines that were in the file: a
+        cursor may pass them only once they are on the disk, and syncing again does not repair a failed sync.
         """
         fresh = [(a, b, reason) for first, last, reason in ranges for a, b in self._new_parts(first, last)]
         if not fresh and (self._is_synced or not ranges):
@@ -487,14 +487,14 @@ class Skipped:
         for entry in fresh:
             self._join(*entry)
         if self._lines > 2 * self._compact_size:
-            with contextlib.suppress(OSError):  # the long file is correct too; the next range retries
+            with contextlib.suppress(OSError):  # the long file is correct too; the next call retries
                 self._compact([first for first, _ in pending])
 
     def _compact(self, pending: list[int]) -> None:
         old, kept = self.ranges[:-KEPT_RANGES], self.ranges[-KEPT_RANGES:]
         joined: list[tuple[int, int, str]] = []
         for entry in old:
-            # A number that is still to come must not look like one of those that are gone.
+            # A pending number must not look like a skipped one.
             apart = joined and bisect_left(pending, joined[-1][1]) != bisect_left(pending, entry[0])
             if joined and not apart and entry[2] not in LOSSES and joined[-1][2] not in LOSSES:
                 reason = f"{JOINED}{_count(joined[-1]) + _count(entry)}"
@@ -511,7 +511,7 @@ class Skipped:
         )
 
     def _new_parts(self, first: int, last: int) -> list[tuple[int, int]]:
-        """The parts of first..last that are in no range. An export that restarts passes them twice."""
+        """Return the parts of first..last that are in no range: an export that restarts passes them twice."""
         parts, at = [], bisect_left(self.ranges, first, key=itemgetter(1))
         while at < len(self.ranges) and self.ranges[at][0] <= last:
             if self.ranges[at][0] > first:

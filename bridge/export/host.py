@@ -1,6 +1,6 @@
-"""What the worker offers all exports: AWS clients, appends to streams, hooks; and whose plugin runs.
+"""What the worker offers all exports: AWS clients, appends to streams, hooks. Reports which plugin runs.
 
-It identifies exports by their key, stream and identifier, and knows nothing of tasks or threads.
+It identifies exports by stream and identifier, and knows nothing of tasks or threads.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Key = tuple[str, str]  # of an export: stream and identifier
 
 
 def memory_used() -> int:
-    """The resident size of this process in bytes."""
+    """Return the resident size of this process in bytes."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE
 
 
 class Parent(Protocol):
-    """What the host needs from the process."""
+    """The worker process, as the host uses it."""
 
     def send(self, message: wire.WorkerMessage) -> None:
         """Send a message to the supervisor."""
 
     def append(self, stream: str, payload: bytes, timeout: float) -> None:
-        """Append to a stream through the supervisor; raises Retry."""
+        """Append to a stream through the supervisor. Raises Retry."""
 
     def changed(self, stream: str) -> None:
         """The statuses of a stream have changed."""
@@ -53,7 +53,7 @@ class Parent(Protocol):
 
 
 class Host:
-    """Called from any thread of the pool. `progress` gives the snapshots of all exports of a kind."""
+    """May be called from any pool thread. `progress` returns the snapshots of all exports of a kind."""
 
     def __init__(
         self,
@@ -64,16 +64,16 @@ class Host:
         link: Link,
         progress: Callable[[str], list[Progress]],
     ) -> None:
-        """`memory` is the most that the process may use, in bytes."""
-        # Each thread may hold a batch three times: as records, as a request, and while it converts one.
+        """`memory` is the limit of the process in bytes."""
+        # Each thread may have three copies of a batch: as records, as a request, and during a conversion.
         self.batch_bytes = max((memory - IDLE_MEMORY) // (3 * hello.export.threads), LEAST_BATCH)
         self.data_dir, self.gateway, self.tuning = hello.data_dir, hello.gateway, hello.tuning
         self.allow, self.link, self.progress = hello.export.allow, link, progress
         self.boot = clock.System().boot
-        self.failures = 0  # attempts so far that ended with an error
+        self.failures = 0  # failed attempts so far
         self._aws, self._hook, self._parent = hello.aws, registry.hook, parent
         self._grown: dict[Key, int] = {}  # bytes of growth in each export's plugin
-        self._inside: dict[Key, int] = {}  # the memory used when a plugin was called
+        self._inside: dict[Key, int] = {}  # the memory in use when a plugin was called
 
     @contextmanager
     def in_plugin(self, key: Key, doing: str) -> Iterator[None]:
@@ -88,9 +88,10 @@ class Host:
             self._grown[key] = self._grown.get(key, 0) + memory_used() - before
 
     def most_grown(self) -> dict[Key, int]:
-        """The exports in whose plugins this process has grown most, and by how many bytes.
+        """Return the exports in whose plugins this process has grown most, with the bytes.
 
-        Plugins that run at the same time cannot be distinguished, so all near the largest are named.
+        Plugins that run at the same time cannot be distinguished, so all that come close to the largest are
+        included.
         """
         grown, used = dict(self._grown), memory_used()
         for key, before in list(self._inside.items()):
@@ -99,18 +100,18 @@ class Host:
         return {key: size for key, size in grown.items() if size * 2 > largest}
 
     def append(self, stream: str, payload: bytes) -> None:
-        """Append to a stream of the gateway; raises Retry."""
+        """Append to a stream of the gateway. Raises Retry."""
         self._parent.append(stream, payload, APPEND_TIMEOUT)
 
     def client(self, service: str, config: AwsConfig | AwsBatchedConfig, **options: Any) -> Any:
-        """An AWS client with the configured settings; raises Retry."""
+        """Return an AWS client with the configured settings. Raises Retry."""
         try:
             return aws.client(self._aws, service, config.region, config.endpoint_url, self.link, **options)
         except Exception as error:
             raise aws.failure(error, f"making the {service} client") from error
 
     def transform(self, key: Key, kind: str) -> Transform | None:
-        """The transformation of an export's records by hooks; None if no plugin has such a hook."""
+        """Return the transformation of an export's records by hooks; None if no plugin has the hook."""
         hooks = self._hook.transform_records.get_hookimpls()
 
         def transform(
@@ -119,7 +120,7 @@ class Host:
             wanted = [impl for impl in hooks if _applies(impl.function, config)]
             if not wanted:
                 return records
-            # In the order of loading; each plugin gets the records that those before it returned.
+            # In the order of loading. Each plugin gets the records that the one before it returned.
             with self.in_plugin(key, "transforming records"):
                 for impl in wanted:
                     values = {
@@ -150,6 +151,6 @@ class Host:
 
 
 def _applies(function: Callable[..., object], config: ExportConfig) -> bool:
-    """Whether a hook function is called for an export: one that is for an `option` needs a value in it."""
+    """Return whether a hook applies to an export; a hook for an `option` needs a value in it."""
     option = getattr(function, "option", None)
     return option is None or bool(getattr(config, option, None))

@@ -3,16 +3,17 @@
     numbers   0 ....... position ....... ahead ....... ahead ....... live ....... next
               exported  |    backlog     exported      backlog       new messages
 
-Oldest first, a batch begins at the position, and what has been exported ahead of it is passed over. Newest
-first, a batch begins at `live`, provided that one is due there. Otherwise it comes from the backlog, which
-is due at once, from its oldest message on.
+With the oldest first, a batch begins at the position, and exported ranges ahead of it are passed over. With
+the newest first, a batch begins at `live` if one is due there. Otherwise it comes from the backlog, which is
+due at once, beginning with its oldest message.
 
-When the first of the new messages has waited for more than `behind` longer than a batch may wait, as after an
-outage, `live` jumps to the newest messages. What it leaves out joins the backlog. Each jump can leave one
-more range of exported numbers on its far side. At `MAX_AHEAD` ranges there is no jump; the smallest part of
-the backlog is sent first then, since the two ranges around it become one, and `live` can jump again.
+When the first new message has waited for more than `behind` beyond the time that a batch may wait, for
+example after an outage, `live` jumps to the newest messages. The messages that it skips join the backlog.
+Each jump can leave one more range of exported numbers on its far side. At `MAX_AHEAD` ranges there is no
+jump. Then the smallest part of the backlog is sent first: the two ranges around it become one, and `live` can
+jump again.
 
-A jump is not written anywhere. A new worker begins behind the highest exported number, and jumps by itself.
+A jump is not stored. A new worker begins after the highest exported number, and jumps on its own.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from bridge.plugin.api import ExportConfig
 
 
 class Order:
-    """Chooses the next batch of one export. Other threads only ask when it is due, and which kind it is."""
+    """Chooses the next batch of one export. Other threads only ask when it is due and of which kind it is."""
 
     def __init__(self, source: Source, planner: Planner, behind: float) -> None:
         """`behind` in seconds."""
         self._source, self._planner, self._behind = source, planner, int(behind * 1000)
-        self._live = 0  # new messages are from here on; at most the front of the cursor: there was no jump
-        self._stuck = False  # behind, with too many ranges for a jump
+        self._live = 0  # the first new message; without a jump, at most the front of the cursor
+        self._stuck = False  # it is behind, but there are too many ranges for a jump
 
     def has_backlog(self, cursor: Cursor) -> bool:
-        """Whether messages are pending that newer ones go before."""
+        """Return whether there is a backlog."""
         return cursor.front > cursor.position or self._live > cursor.position
 
     def skips_backlog(self, cursor: Cursor) -> bool:
-        """Whether the next batch is of new messages that go before a backlog, also before those of others."""
+        """Return whether the next batch has new messages that go before a backlog, even of other exports."""
         if not self.has_backlog(cursor):
             return False
         front = max(cursor.front, self._live)
@@ -48,13 +49,13 @@ class Order:
         return self._source.next > front and self._planner.due(front) <= time.monotonic()
 
     def due(self, cursor: Cursor) -> float:
-        """The monotonic time of the next batch, if none is planned; infinite if nothing is pending."""
+        """Return the monotonic time of the next batch if none is planned; infinite if nothing is pending."""
         if self.has_backlog(cursor):
             return 0.0
         return self._planner.due(cursor.position) if self._source.next > cursor.position else math.inf
 
     def complete_at(self, cursor: Cursor) -> float:
-        """When the batch that collects messages is sent at the latest (monotonic); 0.0 if none does."""
+        """Return the latest time (monotonic) of the batch that is collecting messages; 0.0 if none is."""
         return 0.0 if self.has_backlog(cursor) else self._planner.complete_at(cursor.position)
 
     def look(self, cursor: Cursor, config: ExportConfig) -> bool:
@@ -72,7 +73,7 @@ class Order:
         return not self._stuck
 
     def plan(self, cursor: Cursor, config: ExportConfig) -> tuple[int, Plan | None]:
-        """Return the next batch, None if none is due, and where the pending numbers before it begin."""
+        """Return where the pending numbers begin, and the next batch from there; None if none is due."""
         front = max(cursor.front, self._live)
         backlog = cursor.pending(front)
         if not backlog:
@@ -81,7 +82,7 @@ class Order:
             is_known = self._planner.due(front) > 0
             plan = self._planner.plan(front, config)
             if plan is not None or not (is_known or front == self._source.next):
-                return front, plan  # not due: the scheduler decides who sends a backlog now
+                return front, plan  # not due: the scheduler decides which backlog is sent now
         first, last = min(backlog, key=_size) if self._stuck else backlog[0]
         return first, self._planner.plan(first, config, last + 1)
 

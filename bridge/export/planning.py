@@ -1,16 +1,16 @@
-"""Which messages make the next batch: reading a stream, waiting for more, skipping holes.
+"""Which messages make up the next batch: reads a stream, waits for more messages, skips gaps.
 
 A batch is due when enough messages or bytes are pending, when the oldest pending message is old enough, or at
-once if the export has no interval or an operator asks for it. Until then each message is read once, counted
-and not kept: memory stays bounded by one batch per thread, however many exports wait.
+once if the export has no interval or an operator asks for it. Until then each message is read and counted
+once, but not kept, so memory stays bounded by one batch per thread, however many exports wait.
 
 With `topics`, only messages that match one of the filters are counted and planned. Each topic is matched once
 (as long as there are few). If none of the pending messages matches, the position passes them at once.
 
 An exporter that declares what filters leave out (`declares_filtered`) gets batches of all numbers that were
-looked at, whether they match or not; these end only where numbers are missing in the stream. When such a
-batch is due and has no record, the position passes its numbers, and the exporter reports them as a
-`filtered` range; a run of them is one range.
+read, whether they match or not. Such a batch ends only where numbers are missing in the stream. If it is due
+and has no record, the position passes its numbers, and the exporter reports them as a `filtered` range;
+consecutive ones become one range.
 
 Missing numbers were dropped by the stream's limits (its drop log has the reasons) or left out by a
 plugin's `transform_records`. They are skipped and reported, never waited for.
@@ -39,7 +39,7 @@ from bridge.topics import matches
 
 MAX_RECORDS = 100_000
 MAX_BYTES = 4 * 1024 * 1024
-COUNT_EVERY = 0.2  # seconds between two counts of what is pending
+COUNT_EVERY = 0.2  # seconds between two counts of pending messages
 _CHUNK_RECORDS, _CHUNK_BYTES = 10_000, 1024 * 1024
 _SCAN_BYTES = 32 * 1024 * 1024
 _TOPICS = 4096
@@ -60,7 +60,7 @@ class Source:
     ) -> None:
         self.name, self.directory, self.epoch, self.keys = name, directory, epoch, keys
         self.timeline = timeline or Timeline()
-        self.encrypted = False  # what new segments are
+        self.encrypted = False  # whether new segments are
         self.revision = 0  # of the definition of its exports
         self.loses_tail = True  # a power cut may take messages that were exported
         self.oldest = 0
@@ -80,7 +80,7 @@ class Plan(NamedTuple):
 
 
 class _Topics(dict[bytes, str]):
-    """Decoded topics: a few topics repeat all the time."""
+    """A cache of decoded topics, because a few topics repeat all the time."""
 
     def __missing__(self, topic: bytes) -> str:
         text = self[topic] = topic.decode("utf-8", "replace")
@@ -270,7 +270,7 @@ class Planner:
         return [record for record in records if matching[record.topic]]
 
     def reread(self, first: int, last: int, config: ExportConfig) -> Plan | None:
-        """Read the batch first..last again, as far as it exists; None if it must be planned anew.
+        """Read the batch first..last again, as far as it exists; None if it must be planned again.
 
         Raises CorruptData for damage in it that is not quarantined yet.
         """
@@ -384,7 +384,7 @@ class Planner:
                 self._counted_to = end
                 break
             if self._limits.contiguous and found[-1].sequence_number != self._counted_to + len(found) - 1:
-                return True  # a hole: the batch cannot grow beyond it
+                return True  # a gap: the batch cannot grow beyond it
             self._counted_to = found[-1].sequence_number + 1
             found = self.matching(found)
             self._count += len(found)

@@ -1,17 +1,17 @@
 """The position of one export: its cursor in memory, and its files.
 
-Each write is synced, so that the boundaries of a batch are on the disk before its first attempt. A
-destination that takes each message for itself (`BatchLimits.by_record`) never sees boundaries. For it, a
-write is synced only
+Each write is synced, so the boundaries of a batch are on the disk before its first attempt. A destination
+that takes each message on its own (`BatchLimits.by_record`) never sees boundaries. For it, a write is synced
+only
 
-* `SYNC_INTERVAL` after the first one that was not: so much may be sent again after a power cut,
-* before a number is sent that could be given again: if the stream may lose messages in a power cut, the
-  cursor on the disk has a number above all that are sent until the next sync (`Cursor.reserved`), up to
-  `MOST_RESERVED` numbers ahead,
-* with the state of a transform, an error, and the end of the worker.
+* `SYNC_INTERVAL` after the first unsynced one; a power cut repeats at most what was sent in that time,
+* before a number is sent that another message could get: if the stream may lose messages in a power cut, the
+  cursor on the disk reserves numbers (`Cursor.reserved`), up to `MOST_RESERVED` ahead, and none above them is
+  sent before the next sync,
+* with the state of a transform, with an error, and at the end of the worker.
 
-A write without a sync survives the end of all processes, so a killed worker repeats its batch with the same
-boundaries.
+A write without a sync survives the end of all processes, so a worker that replaces a killed one repeats the
+batch with the same boundaries.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Position:
         self, host: Host, source: Source, kind: str, config: ExportConfig, limits: BatchLimits
     ) -> None:
         self.key = source.name, config.identifier
-        self.label = f"export {config.identifier} ({kind}) of {source.name}"  # in the log
+        self.label = f"export {config.identifier} ({kind}) of {source.name}"  # for the log
         self.source = source
         self._host, self._kind, self._contiguous = host, kind, limits.contiguous
         self._by_record = limits.by_record
@@ -64,9 +64,9 @@ class Position:
         self._file: cursors.CursorFile | None = None  # the first step opens it
         self._is_deleted = False
         self.dirty = False
-        self.sync_at = math.inf  # the monotonic time when what is written must be synced
+        self.sync_at = math.inf  # the monotonic time at which writes must be synced
         self._reserved = self._reached = -1  # of the last cursor that was synced
-        # The export of the same name that this one has replaced: it knows what its last write did not.
+        # The export of the same name that this one replaced. It may know more than its last write.
         self.replaced: Position | None = None
         self.cursor = self._fresh(config)
         self.skipped: cursors.Skipped | None = None
@@ -103,12 +103,12 @@ class Position:
             if found is None or found.epoch != self.source.epoch or found.kind != self._kind:
                 self._path.with_suffix(".skipped").unlink(missing_ok=True)
                 found = None
-            elif found.start != fresh.start:  # that moves the position; the rest stays
+            elif found.start != fresh.start:  # a new start moves the position; the rest stays
                 fresh.messages, fresh.size, fresh.last_time = found.messages, found.size, found.last_time
                 fresh.rejected, fresh.skipped, fresh.limit = found.rejected, found.skipped, found.limit
                 found = None
         if found is None and not self._contiguous:
-            # Messages dropped before the export began are counted, and not reported to the exporter.
+            # Messages dropped before the export began are counted, but not reported to the exporter.
             first = max(oldest(), fresh.position)
             fresh.skipped += first - fresh.position
             fresh.position = first
@@ -143,7 +143,7 @@ class Position:
         return msgspec.structs.replace(stored, error_message=self.cursor.error, error_since=since)
 
     def write(self, *, sync: bool = False) -> None:
-        """Write the cursor if it has changed, durably with `sync` or if it must be; raises OSError."""
+        """Write the cursor if it has changed; durably with `sync` or if necessary. Raises OSError."""
         sync = sync or self.sync_at <= time.monotonic()
         if self._file is None or self._is_deleted or not (sync or self.dirty):
             return
@@ -162,7 +162,7 @@ class Position:
 
     @property
     def _is_covered(self) -> bool:
-        """Whether no number that may have been sent can be given again."""
+        """Return whether no other message can get a number that may have been sent."""
         return not self.source.loses_tail or self.cursor.reached <= self._reserved
 
     def _write_durably(self, ahead: int) -> None:
@@ -174,12 +174,12 @@ class Position:
         self.dirty = False
 
     def try_write(self, *, sync: bool = False) -> None:
-        """Write; a failure is logged and left to the next write."""
+        """Write. A failure is logged, and the next write makes up for it."""
         with self._logging():
             self.write(sync=sync)
 
     def finish(self) -> None:
-        """Write for the last time, when nothing more is sent: no number stays reserved. As `try_write`."""
+        """Write for the last time, without reserved numbers, because nothing more is sent. As `try_write`."""
         is_stale = self.dirty or self.sync_at < math.inf or self.cursor.reserved is not UNSET
         if is_stale and self._file is not None and not self._is_deleted:
             with self._logging():
@@ -203,14 +203,14 @@ class Position:
             self._host.changed(self.source.name)
 
     def save_state(self, state: bytes) -> None:
-        """Store an exporter's own state with the cursor; raises ValueError and OSError."""
+        """Store an exporter's own state with the cursor. Raises ValueError and OSError."""
         if len(state) > cursors.MAX_STATE:
             raise ValueError(f"the state of an export may have at most {cursors.MAX_STATE} bytes")
         self.cursor.state = state
         self.write(sync=True)
 
     def forget(self, *, keep: bool) -> None:
-        """End all writes. Remove the files, unless another export of the same name is to `keep` them."""
+        """End all writes and remove the files; `keep` them for another export of the same name."""
         self._is_deleted = True
         for path in () if keep else (self._path, self._path.with_suffix(".skipped")):
             with contextlib.suppress(OSError):
@@ -223,13 +223,13 @@ class Position:
 
 
 def start_of(config: ExportConfig) -> int:
-    """The number at which a new export begins."""
+    """Return the number at which a new export begins."""
     return getattr(config, "start_sequence_number", 0)
 
 
 def shorten(reason: str) -> str:
-    """Make an error fit to be stored and shown: without credentials of URLs, short, and valid UTF-8.
+    """Prepare an error for storing and showing it: short, valid UTF-8, without credentials in URLs.
 
-    All errors of exporters come through here on their way into a cursor or a dead letter.
+    All errors of exporters pass through here on their way into a cursor or a dead letter.
     """
     return without_credentials(reason).encode(errors="backslashreplace")[:_ERROR_SIZE].decode(errors="ignore")

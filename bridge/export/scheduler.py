@@ -1,12 +1,12 @@
 """The pool of threads that run exports, strictly by priority.
 
-Each thread picks its next export itself, under one lock: the due export with the lowest priority number;
-among equals one with new messages that skip a backlog, and then the one that has waited longest. A free
-thread therefore always runs the most urgent export, and no dispatcher can fall behind.
+Each thread picks its next export itself, under one lock: the due export with the lowest priority number.
+Among equals, one with new messages that go before a backlog comes first, then the one that has waited
+longest. So a free thread always runs the most urgent export, and no dispatcher can fall behind.
 
-A thread without progress for its export's timeout counts as hung. Python cannot end a thread, so it
-stays with its export, a new thread takes its place in the pool, and the worker asks to be replaced
-(see `worker.py`).
+A thread that makes no progress for its export's timeout counts as hung. Python cannot end a thread. So the
+thread keeps its export, a new thread takes its place in the pool, and the worker asks to be replaced (see
+`worker.py`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from bridge.export.task import LAST_RANK, NEVER, Task
 from bridge.plugin.api import Progress, Retry
 from bridge.plugin.link import Link
 
-LOOK = 0.1  # seconds; how often a thread looks whether a busy link is free
+LOOK = 0.1  # seconds between two checks whether a busy link is free
 LONGEST_WAIT = 3600.0  # seconds; a plugin may ask for more than a thread can wait (`threading.TIMEOUT_MAX`)
 
 _Due = tuple[int, float, int, Task]  # rank, last step, number of the entry
 
 
 class _Entry(NamedTuple):
-    """The valid entry of a task: its number, when it comes up (0: it is due), and its rank then."""
+    """The valid entry of a task: its number, its time (0: it is due), and its rank."""
 
     number: int
     at: float
@@ -38,17 +38,17 @@ class _Entry(NamedTuple):
 class Scheduler:
     """Runs the tasks of one worker.
 
-    Exports of one priority share the link. While it is busy up to its ceiling, no export begins that is less
-    urgent than one that runs.
+    Exports of one priority share the link. While the link is at its ceiling, no export starts that is less
+    urgent than a running one.
 
     A task has one valid entry in one of the heaps, or none while it runs or has nothing to do. Entries that
-    are no longer valid are skipped when they come up.
+    are no longer valid are skipped when their time comes.
     """
 
     def __init__(self, threads: int, link: Link) -> None:
         self._threads, self._link = threads, link
         self._changed = threading.Condition()
-        self._streams: dict[str, dict[Task, None]] = {}  # also deleted tasks, until they are closed
+        self._streams: dict[str, dict[Task, None]] = {}  # including deleted tasks until they are closed
         self._valid: dict[Task, _Entry] = {}
         self._numbers = itertools.count()
         self._waiting: list[tuple[float, int, Task]] = []  # monotonic time
@@ -72,7 +72,7 @@ class Scheduler:
             self._schedule(task)
 
     def get(self, stream: str, identifier: str) -> Task | None:
-        """The export of that name."""
+        """Return the export with this identifier, or None."""
         return next((task for task in self.of_stream(stream) if task.config.identifier == identifier), None)
 
     def of_stream(self, stream: str) -> list[Task]:
@@ -81,13 +81,13 @@ class Scheduler:
             return [task for task in self._streams.get(stream, ()) if not task.deleted]
 
     def wake(self, stream: str) -> None:
-        """Look at a stream's exports again: messages were committed, or a configuration has changed."""
+        """Reschedule a stream's exports: messages were committed, or a configuration has changed."""
         with self._changed:
             for task in self._streams.get(stream, ()):
                 self._schedule(task)
 
     def hung(self) -> list[Task]:
-        """Replace the threads that hang since the last call; return their exports."""
+        """Replace threads that have begun to hang since the last call. Return their exports."""
         now = time.monotonic()
         with self._changed:
             found = {
@@ -116,18 +116,18 @@ class Scheduler:
         tasks = [task for task in self._tasks() if not task.running and not task.deleted]
         for task in tasks:
             task.position.finish()
-        for task in tasks:  # after all writes: with the link down, closing takes long
+        for task in tasks:  # after all writes, because closing takes long while the link is down
             task.close()
 
     # --- for exporters, in pool threads
 
     def working(self) -> None:
-        """Restart the time after which the step that runs in this thread counts as hung."""
+        """Restart the timeout of the step that runs in this thread."""
         if (task := self._running.get(threading.get_ident())) is not None:
             task.working()
 
     def progress(self, kind: str) -> list[Progress]:
-        """Snapshots of all exports of a kind; raises Retry while the position of one is unknown."""
+        """Return snapshots of all exports of a kind. Raises Retry while the position of one is unknown."""
         with self._changed:
             tasks = [task for task in self._tasks() if task.kind == kind and not task.deleted]
         if not all(task.position.is_loaded for task in tasks):
@@ -153,12 +153,12 @@ class Scheduler:
             with self._changed:
                 task.running = False
                 del self._running[me]
-                if task.closed:  # not only deleted, which may have happened in the middle of this step
+                if task.closed:  # not just deleted, which may have happened during this step
                     self._forget(task)
                 else:
                     self._schedule(task)
                 self._changed.notify_all()
-                if me in self._hung:  # it came back; another thread has its place
+                if me in self._hung:  # this thread has recovered, but another one has its place
                     self._hung.discard(me)
                     return
 
@@ -172,7 +172,7 @@ class Scheduler:
             del self._streams[name]
 
     def _schedule(self, task: Task) -> None:
-        """Enter a task for when it is due, unless an entry brings it up by then. With the lock held."""
+        """Enter a task for the time it is due, unless it has an earlier entry. Called with the lock held."""
         at, rank, known = task.due(), self._rank(task), self._valid.get(task)
         if task.running or (known is not None and known.at <= at < NEVER and known.rank == rank):
             return
@@ -193,11 +193,11 @@ class Scheduler:
         return known is not None and known.number == number
 
     def _rank(self, task: Task) -> int:
-        """Its rank; 0 for a deleted one, which sends nothing."""
+        """Return the rank of a task; 0 for a deleted one, which sends nothing."""
         return 0 if task.deleted else task.rank
 
     def _collect_due(self, now: float) -> None:
-        """Move the tasks that are due from one heap to the other."""
+        """Move due tasks from the waiting heap to the due ones."""
         while self._waiting and self._waiting[0][0] <= now:
             _, number, task = heapq.heappop(self._waiting)
             if not self._is_valid(task, number):
@@ -213,7 +213,7 @@ class Scheduler:
             heapq.heappush(heap, (rank, task.last_step, number, task))
 
     def _first(self, heap: list[_Due], *, without_alone: bool) -> _Due | None:
-        """The first valid entry; it stays in the heap."""
+        """Return the first valid entry, without removing it."""
         held, found = list[_Due](), None
         while heap and found is None:
             entry = heap[0]
@@ -243,7 +243,7 @@ class Scheduler:
             if found:
                 task = min(found)[3]
                 del self._valid[task]
-                self._changed.notify()  # another thread waits for the next one: this step may take long
+                self._changed.notify()  # this step may take long
                 return task
             until = [self._waiting[0][0]] if self._waiting else []
             if self._due and least < LAST_RANK:

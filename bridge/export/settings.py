@@ -13,9 +13,8 @@ from bridge.plugin.allow import Allow
 class ExportSettings(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """How exports share this machine and its link.
 
-    Up to `threads` batches are sent at the same time. `max_bandwidth` is a ceiling in bits per second
-    for what all exports together send (see `bridge.plugin.link`). `plugin_dirs` are searched for drop-in
-    plugins.
+    Up to `threads` batches are sent at the same time. `max_bandwidth` limits what all exports together send,
+    in bits per second (see `bridge.plugin.link`). `plugin_dirs` are searched for drop-in plugins.
     """
 
     threads: Annotated[int, Meta(ge=1, le=100)] = 5

@@ -1,12 +1,12 @@
 """The service's side of exports: starts, feeds, watches and restarts the worker process.
 
-Everything here runs on the event loop and returns at once. A worker that reads slowly gets fewer
-updates, never a queue of them. A worker that is dead or silent is replaced, with backoff; the new one
-gets all definitions and positions.
+Everything here runs on the event loop and returns at once. A worker that reads slowly gets fewer updates,
+never a queue of them. A dead or silent worker is replaced, with backoff, and the new one gets all definitions
+and positions.
 
 When a worker dies, the report of `faulthandler` names the thread, and `Began` names the export that the
-thread was running. Without a report (killed, `_exit`) all exports in flight are suspects: each waits,
-and then they run one at a time, so that the next death names one.
+thread was running. Without a report (killed, `_exit`) all exports in flight are suspects. They wait, and then
+run one at a time, so the next death identifies one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["ExportSupervisor", "highest_exported"]
 
 UPDATE_EVERY = 0.1
 WRITE_LIMIT = 256 * 1024
-QUIET_AFTER = 60.0  # seconds; a worker that lived so long resets the backoff
+QUIET_AFTER = 60.0  # seconds; a worker that has lived this long resets the backoff
 MAX_RESTART = 30.0
 
 _THREAD = re.compile(r"Current thread 0x([0-9a-f]+)[^\n]*\n((?:  File [^\n]*\n)*)")
@@ -49,10 +49,10 @@ log = logging.getLogger("bridge.export")
 
 
 class _Stream:
-    """What the worker must know of a stream, and what it reported."""
+    """What the worker must know about a stream, and what it has reported."""
 
     def __init__(self, since: int) -> None:
-        self.since = since  # reports by older definitions are about deleted exports: they do not count
+        self.since = since  # reports with older revisions are about deleted exports and are ignored
         self.define: wire.Define | None = None
         self.oldest = self.next = 0
         self.origins: dict[str, tuple[str, object]] = {}  # by export, what its position depends on
@@ -118,11 +118,11 @@ class ExportSupervisor:
 
     @property
     def pid(self) -> int | None:
-        """The worker's process id; None while there is none."""
+        """Return the process id of the worker; None while there is none."""
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        """Start the worker and keep it running; return when it has started, or cannot be started."""
+        """Start the worker and keep it running. Returns when it has started or cannot be started."""
         self._ready = asyncio.Event()
         self._task = asyncio.create_task(self._supervise(), name="export supervisor")
         await self._ready.wait()
@@ -139,7 +139,7 @@ class ExportSupervisor:
         stream = self._streams.get(name)
         if stream is None or (stream.define is not None and stream.define.epoch != epoch):
             stream = self._streams[name] = _Stream(self._revision + 1)
-            # Until the worker reports: it takes a second or two to start.
+            # Used until the worker reports, which takes a second or two.
             stream.statuses = {
                 identifier: stored_status(self._data_dir, name, epoch, kind, identifier)
                 for kind, items in definition.export_definition.items()
@@ -166,7 +166,7 @@ class ExportSupervisor:
         }
         moved = {one for one, place in origins.items() if stream.origins.get(one, place) != place}
         stream.origins = origins
-        for identifier in moved:  # until the worker reports its position, it counts as having sent nothing
+        for identifier in moved:  # counts as having sent nothing until the worker reports its position
             stream.positions.pop(identifier, None)
         stream.enabled = {str(c.get("identifier")) for c in configs if not c.get("disabled")}
         for known in (stream.statuses, stream.positions):
@@ -175,7 +175,7 @@ class ExportSupervisor:
         if moved:
             stream.since = self._revision
         if set(before) - set(stream.identifiers):
-            # At once: an export that is deleted and created again is another one, and begins at its start.
+            # At once, because an export that is deleted and created again must begin at its start.
             stream.since = self._revision
             self._send(stream.define)
             if self._writer is None:
@@ -193,7 +193,7 @@ class ExportSupervisor:
         self._send(wire.Try(name, sorted(identifiers), upto))
 
     def pending(self, name: str) -> dict[str, list[Record]]:
-        """By export, the first pending records: an argument of `forget` after the deletion."""
+        """Return the first pending records of each export, for `forget` after the deletion."""
         stream = self._streams.get(name)
         if stream is None or stream.define is None or self._writer is None:
             return {}
@@ -239,7 +239,7 @@ class ExportSupervisor:
         ]
 
     def exported_upto(self, name: str) -> int | None:
-        """The lowest number that not all enabled exports have passed; None without enabled exports.
+        """Return the lowest number that not all enabled exports have passed; None without enabled exports.
 
         An export without a known position counts as having sent nothing: it is new, or an update has moved
         its start or changed its kind, and the worker has not reported its position yet.
@@ -259,8 +259,8 @@ class ExportSupervisor:
             return
         self._stopping = True
         self._send(wire.Stop(timeout))
-        # The worker observes the timeout itself, and is served until its end: it still writes cursors,
-        # status messages and gateway reports. This bound is for a worker that does not observe it.
+        # The worker keeps to the timeout itself. It is served until its end, because it still writes cursors,
+        # status messages and gateway reports. This bound is for a worker that does not keep to it.
         try:
             await asyncio.wait_for(self._task, timeout + self._tuning.beat + 1)
         except TimeoutError:
@@ -282,7 +282,7 @@ class ExportSupervisor:
                 await self._run_worker()
             except OSError as error:
                 log.error("the export worker cannot be started: %s", error)
-            except Exception:  # exports must go on, whatever it is
+            except Exception:  # exports must continue after any error
                 log.exception("internal error; starting a new export worker")
             if self._ready is not None:
                 self._ready.set()
@@ -290,7 +290,7 @@ class ExportSupervisor:
                 return
             self.restarts += 1
             if self._blamed or time.monotonic() - began > QUIET_AFTER:
-                failures = 0  # at once: only the culprit backs off
+                failures = 0  # restart at once, because only the culprit backs off
             else:
                 await asyncio.sleep(min(0.25 * 2**failures, MAX_RESTART))
                 failures += 1
@@ -357,7 +357,7 @@ class ExportSupervisor:
             watch.cancel()
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Kill a silent worker; a plugin may hold its interpreter."""
+        """Kill a silent worker: a plugin may block its interpreter."""
         while True:
             left = self._last_heard + self._tuning.silence - time.monotonic()
             await asyncio.sleep(max(left, self._tuning.beat))
@@ -389,7 +389,7 @@ class ExportSupervisor:
         if self._writer is None:
             return
         if self._writer.transport.get_write_buffer_size() > WRITE_LIMIT:
-            self._schedule_update()  # it reads slowly: send fewer updates instead of queueing them
+            self._schedule_update()  # the worker reads slowly: send fewer updates instead of queueing them
             return
         redefined, self._changed = self._changed, set()
         moved, self._advanced = self._advanced | redefined, set()
@@ -436,7 +436,7 @@ class ExportSupervisor:
     async def _append(
         self, asked: asyncio.StreamWriter | None, number: int, name: str, payload: bytes
     ) -> None:
-        """Append, and answer the worker that asked; each worker numbers its requests from 1."""
+        """Append, and answer the worker that asked. Each worker numbers its requests from 1."""
         error = ""
         try:
             done = self._append_status(name, payload)
@@ -492,7 +492,7 @@ class ExportSupervisor:
 
 
 def _location(stack: str) -> str:
-    """The place in the plugin's code: the last frame before ours; most recent call first."""
+    """Return the place in the plugin's code: the last frame before ours (most recent call first)."""
     place = ""
     for file, line in re.findall(r'File "([^"]*)", line (\d+)', stack):
         if Path(file).parent == Path(__file__).parent:

@@ -5,12 +5,12 @@
     planned    sends the unsettled part of the batch                    idle, planned or backoff
     backoff    the step of the state before, after the wait
     stopped    nothing, until the configuration changes                 idle or planned
-    paused     nothing, until it is resumed; also if it is disabled     the state before
+    paused     nothing, until it is resumed; the same if disabled       the state before
 
 `retry` ends a backoff or a stop at once.
 
-One pool thread at a time calls `step`, when it is `due`. The main thread calls everything else, which only
-sets what the next step does.
+One pool thread at a time calls `step`, when it is `due`. The main thread calls all other methods; they only
+determine what the next step does.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from bridge.settingtypes import Means, meanings
 NEVER = math.inf
 LAST = 11  # the priority of exports without one
 LAST_RANK = 2 * LAST
-_SHOWN_FROM = 1.0  # seconds that a batch is collected; status pages show longer ones
-IDLE_AFTER = 0.2  # seconds; a trickle of messages does not write a cursor for each one
+_SHOWN_FROM = 1.0  # seconds; status pages show batches that are collected for longer
+IDLE_AFTER = 0.2  # seconds; keeps a trickle of messages from writing a cursor for each one
 _CUT = (ConnectionError, TimeoutError)
 
 log = logging.getLogger("bridge.export")
@@ -70,20 +70,20 @@ class Task:
         self.source, self.kind, self.config = source, kind, config
         self.running = False
         self.last_step = 0.0
-        self.deadline = 0.0  # when the step under way counts as hung
-        self.alone = False  # never at the same time as another suspect
+        self.deadline = 0.0  # when the running step counts as hung
+        self.alone = False  # must not run at the same time as another suspect
         self.deleted = self.closed = False
         self.position = Position(host, source, kind, config, exporter.limits)
         self.key, self.label = self.position.key, self.position.label
         self._host, self._cls = host, exporter
         self._exporter: Exporter | None = None
-        self.paused = False  # by hand
-        self._updated = False  # the exporter still has an older configuration, or is to begin anew
+        self.paused = False  # by an operator
+        self._updated = False  # the exporter has an older configuration, or must be replaced
         self._pending: Sequence[Record] | None = None  # of a deleted stream
-        self._paid_at = 0.0  # when the link will have sent what the exporter sent by itself
+        self._paid_at = 0.0  # when the link will have sent what the exporter sent over its own connections
         self._failing = False  # the hooks got the event `export_failing`
         self._idle_at = NEVER
-        self._collects_until = 0.0  # when the batch that is shown as being collected is sent at the latest
+        self._collects_until = 0.0  # the latest time at which the batch shown as being collected is sent
         self._backoff = Backoff(host.tuning.first_backoff, host.tuning.max_backoff)
         self._backoff.files = _secret_files(config)
         self._planner = Planner(source, host.transform(self.key, kind))
@@ -94,37 +94,37 @@ class Task:
 
     @property
     def rank(self) -> int:
-        """The lowest is the most urgent: by priority, and among equals new messages that skip a backlog."""
+        """Return the rank; the lowest is the most urgent. Among equals, new messages go before backlogs."""
         return 2 * (self.config.priority or LAST) - self._batches.skips_backlog
 
     @property
     def timeout(self) -> float:
-        """Seconds without progress after which a step counts as hung."""
+        """Return the seconds without progress after which a step counts as hung."""
         return self._host.tuning.hang or self._cls.timeout
 
     def accepts(self, kind: str, config: ExportConfig) -> bool:
-        """Whether an update to this configuration keeps the position; otherwise it is another export."""
+        """Return whether an update to this configuration keeps the position; if not, it is another export."""
         return kind == self.kind and start_of(config) == start_of(self.config)
 
     def remove(self, *, replaced: bool = False, pending: Sequence[Record] | None = None) -> None:
         """Delete the export: the next step closes it, and its position is deleted.
 
-        `pending` are its first pending records if its stream was deleted too; otherwise they are read from
-        the stream. The files stay if an export of the same identifier has `replaced` it.
+        `pending` has its first pending records if its stream was deleted too; otherwise they are read from
+        the stream. The files stay if an export with the same identifier has `replaced` it.
         """
         self.deleted, self._pending = True, pending
         self.position.forget(keep=replaced)
 
     def update(self, config: ExportConfig) -> None:
-        """Apply an updated configuration: pause and priority at once, the rest with the next step."""
+        """Apply an updated configuration: pause and priority at once, the rest at the next step."""
         self.config = config
         self._backoff.files = _secret_files(config)
         self._updated = True
 
     def retry(self, upto: int) -> None:
-        """Make an attempt now, with a new exporter: at the end of a backoff, or after a stop.
+        """End a backoff or a stop, and make an attempt now, with a new exporter.
 
-        A batch that still collects messages is sent too, as far as they are below `upto`.
+        A batch that still collects messages is sent too, up to `upto` (exclusive).
         """
         self._planner.hurry(upto)
         self._backoff.hold(0.0)
@@ -132,11 +132,11 @@ class Task:
 
     @property
     def _rests(self) -> bool:
-        """Whether it makes no attempts until somebody changes that."""
+        """Return whether it makes no attempts until an operator or the configuration changes that."""
         return self.config.disabled or self.paused or bool(self.position.cursor.stopped)
 
     def status(self) -> ExportStatus:
-        """The status in descriptions of the stream."""
+        """Return the status for descriptions of the stream."""
         attempts, at, now = self._backoff.attempts, 0, time.monotonic()
         if self.position.cursor.error is not None and not self._rests:
             at = int((time.time() + max(0.0, self._backoff.until - now)) * 1000)
@@ -146,7 +146,7 @@ class Task:
         return msgspec.structs.replace(status, failed_attempts=attempts, next_attempt_time=at)
 
     def due(self) -> float:
-        """The monotonic time of the next step; NEVER if there is nothing to do."""
+        """Return the monotonic time of the next step; NEVER if there is nothing to do."""
         cursor = self.position.cursor
         if self.deleted:
             return 0.0
@@ -162,14 +162,14 @@ class Task:
         return max(self._backoff.due, self._paid_at, soonest)
 
     def hold(self, seconds: float, reason: str, *, alone: bool) -> None:
-        """Make no attempt for `seconds`: this export was in flight when a worker died."""
+        """Make no attempt for `seconds`, because this export was in flight when a worker died."""
         self._backoff.hold(seconds)
         self.alone = alone
         self._failing = True
         self.position.cursor.fail(shorten(reason))
 
     def progress(self) -> Progress:
-        """A snapshot for exporters that report on the gateway."""
+        """Return a snapshot for exporters that report on the gateway."""
         skipped = self.position.skipped
         return Progress(
             stream=self.source.name,
@@ -186,13 +186,13 @@ class Task:
     # --- for the exporter, from any of its threads
 
     def working(self) -> None:
-        """Restart the time after which the current step counts as hung."""
+        """Restart the timeout of the current step."""
         self.deadline = time.monotonic() + self.timeout
 
     # --- in a pool thread
 
     def step(self) -> None:
-        """Do what is due; errors are reported and retried, never raised."""
+        """Perform the next step. Errors are reported and retried, never raised."""
         try:
             if self.deleted or self._updated:
                 self._updated = False
@@ -239,7 +239,7 @@ class Task:
             self._failed(f"{type(error).__name__}: {error}", None, cut=isinstance(error, _CUT))
 
     def _collect(self) -> None:
-        """Show, once for each batch that takes seconds to collect, when it is sent at the latest."""
+        """Report when a batch is sent at the latest, once for each that takes seconds to collect."""
         until = self._batches.complete_at
         if until != self._collects_until and until - time.monotonic() > _SHOWN_FROM:
             self._collects_until = until
@@ -249,7 +249,7 @@ class Task:
         found = self.position.load(self.config, self._planner.oldest)
         self._batches.resume()
         if found and self._cls.idle is not Exporter.idle:
-            # The previous worker may have died between its last batch and the call of `idle`.
+            # The previous worker may have died between its last batch and the call to `idle`.
             self._idle_at = time.monotonic() + IDLE_AFTER
 
     def _open(self) -> Exporter:
@@ -277,7 +277,7 @@ class Task:
                 log.warning("%s: closing it failed: %s", self.label, error)
 
     def _cancelled(self) -> Sequence[Record]:
-        """The first pending records of a deleted export."""
+        """Return the first pending records of a deleted export."""
         cursor, found = self.position.cursor, self._pending
         if found is None:
             found = self._planner.pending(cursor.position)
@@ -354,7 +354,7 @@ class Task:
                 again = exporter.idle()
             self._idle_at = NEVER if again is None else time.monotonic() + again
             if again is None:
-                self._planner.close()  # a file less for each idle export; a deleted one frees its space
+                self._planner.close()  # saves a descriptor per idle export; a deleted file frees its space
             self._recovered()
 
     def _failed(self, reason: str, after: float | None, *, cut: bool = False) -> None:
@@ -370,7 +370,7 @@ class Task:
         self._host.changed(self.source.name)
 
     def _stop(self, reason: str) -> None:
-        """Make no attempt until the configuration changes, or `retry`; a restart is not a change."""
+        """Make no attempt until `retry` or a change of the configuration. A restart is not a change."""
         cursor, reason = self.position.cursor, shorten(reason)
         cursor.stopped = cursors.fingerprint(self.config)
         cursor.fail(shorten(f"stopped: {reason}"))
@@ -397,7 +397,7 @@ class Task:
             self._host.event("export_recovered", self.key, "")
 
     def close(self) -> None:
-        """Close the exporter and all files; the export is not running."""
+        """Close the exporter and all files. The export must not be running."""
         self._close()
         self._release()
 
@@ -408,16 +408,16 @@ class Task:
 
 
 def _export_of(exporter: Exporter) -> str:
-    """The name of an exporter's `export`, and where it is."""
+    """Return the name of an exporter's `export`, and its location."""
     return f"{type(exporter).__name__}.export{line_of(type(exporter).export)}"
 
 
 def _secret_files(config: ExportConfig) -> list[str]:
-    """The files with passwords, keys and certificates that a configuration names."""
+    """Return the files with passwords, keys and certificates that a configuration names."""
     return [path for name in _secret_fields(type(config)) if (path := getattr(config, name))]
 
 
-@cache  # msgspec evaluates the annotations in each call, which takes 2 ms
+@cache  # msgspec evaluates the annotations on each call, which takes 2 ms
 def _secret_fields(cls: type[ExportConfig]) -> list[str]:
     fields = msgspec.structs.fields(cls)
     return [field.name for field in fields if Means.SECRET_FILE in meanings(field.type)]
@@ -428,7 +428,7 @@ class WorkerContext(Context):
 
     def __init__(self, host: Host, task: Task) -> None:
         super().__init__(host.gateway, task.source.name, task.source.epoch)
-        self.over_link = False  # else it has connections of its own
+        self.over_link = False  # whether its connections are paced; if not, batches are charged
         self.log = logging.getLogger(f"bridge.plugin.{task.kind}")
         self._host, self._task = host, task
 

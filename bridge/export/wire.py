@@ -1,6 +1,6 @@
 """The messages between supervisor and worker over their socketpair.
 
-Each message is a frame of `bridge.frames`. Both sides have the same version, since one starts the other.
+Each message is a frame of `bridge.frames`. Both sides have the same version, because one starts the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Tuning(Struct, frozen=True, kw_only=True):
     max_backoff: float = 300.0
     hang: float | None = None  # overrides Exporter.timeout
     drain: float = 10.0  # seconds for batches in flight before the worker is replaced
-    behind: float = 5.0  # seconds that new messages may be late before a backlog is made of them (`order`)
+    behind: float = 5.0  # seconds by which new messages may be late before they become a backlog (`order`)
     max_memory: int | None = None  # bytes of RSS; None: a quarter of the machine's, at least 256 MiB
 
 
@@ -39,7 +39,7 @@ class Crash(Struct, frozen=True, array_like=True):
     identifier: str
     reason: str
     wait: float
-    alone: bool  # one of several suspects: they run one at a time, so that the next crash names one
+    alone: bool  # one of several suspects, which run one at a time so that the next crash identifies one
 
 
 class WorkerMessage(Struct, frozen=True, array_like=True, tag=True):
@@ -47,7 +47,7 @@ class WorkerMessage(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Hello(WorkerMessage, frozen=True, array_like=True, tag=True):
-    """To the worker, first: what never changes."""
+    """To the worker, first: everything that never changes."""
 
     data_dir: Path
     gateway: str
@@ -59,10 +59,10 @@ class Hello(WorkerMessage, frozen=True, array_like=True, tag=True):
 
 
 class Define(WorkerMessage, frozen=True, array_like=True, tag=True):
-    """To the worker: a stream and its exports from now on; `revision` increases with each.
+    """To the worker: a stream and its exports from now on. `revision` increases with each message.
 
-    `paused` are the identifiers of those that are paused by hand. `flush`: messages are synced before they
-    are committed. `encrypted` is `encryption` of its definition.
+    `paused` has the identifiers of exports that an operator has paused. `flush`: messages are synced before
+    they are committed. `encrypted` is `encryption` of its definition.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Define(WorkerMessage, frozen=True, array_like=True, tag=True):
 
 
 class Try(WorkerMessage, frozen=True, array_like=True, tag=True):
-    """To the worker: exports that are to send messages below `upto` now, whatever they wait for."""
+    """To the worker: these exports must send messages below `upto` now, whatever they wait for."""
 
     name: str
     identifiers: list[str]
@@ -148,7 +148,7 @@ class Ended(WorkerMessage, frozen=True, array_like=True, tag=True):
 class Statuses(WorkerMessage, frozen=True, array_like=True, tag=True):
     """From the worker: a stream's exports; `positions` maps identifiers to the next number to send.
 
-    `revision` is that of the definition that the worker has.
+    `revision` is that of the worker's definition.
     """
 
     stream: str
@@ -182,7 +182,7 @@ class Damaged(WorkerMessage, frozen=True, array_like=True, tag=True):
 
 
 class Culprit(WorkerMessage, frozen=True, array_like=True, tag=True):
-    """From the worker: it will end because of this export, and asks to be replaced.
+    """From the worker: it ends because of this export, and asks to be replaced.
 
     `alone`: the export is one of several suspects.
     """

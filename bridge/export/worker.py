@@ -1,7 +1,7 @@
 """The export worker process: `python -m bridge.export.worker <socket fd> <fault report fd>`.
 
-It ends at once when the supervisor's end of the socket closes: two workers must never use the same
-cursors. A lock on `<data_dir>/exports/lock` ensures it. The worker ignores SIGTERM and SIGINT, which a
+It ends at once when the supervisor's end of the socket closes. Two workers must never use the same cursors,
+which the lock on `<data_dir>/exports/lock` ensures. The worker ignores SIGTERM and SIGINT, which a
 service manager or a terminal sends to all processes; the supervisor handles them.
 
 Exit status: 0 the supervisor ended it, 3 the supervisor has died, 4 an export hung, 5 the memory grew
@@ -59,7 +59,7 @@ log = logging.getLogger("bridge.export")
 
 
 class Worker:
-    """The process: the streams that it knows, and its connection to the supervisor."""
+    """The process, with its streams and its connection to the supervisor."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -77,7 +77,7 @@ class Worker:
     # --- for the host
 
     def send(self, message: wire.WorkerMessage) -> None:
-        """Send a message to the supervisor; end the process if there is none."""
+        """Send a message to the supervisor. Ends the process if the supervisor is gone."""
         frame = frames.encode(message)
         try:
             with self._sending:
@@ -86,7 +86,7 @@ class Worker:
             os._exit(ORPHANED)
 
     def append(self, stream: str, payload: bytes, timeout: float) -> None:
-        """Append to a stream and wait for the reply; raises Retry."""
+        """Append to a stream and wait for the reply. Raises Retry."""
         with self._sending:
             self._numbers += 1
             number = self._numbers
@@ -113,7 +113,7 @@ class Worker:
     # --- the process
 
     def run(self) -> int:
-        """Run until the supervisor ends it; return the exit status."""
+        """Run until the supervisor ends it. Returns the exit status."""
         hello = self._receive_hello()
         logging.getLogger().addHandler(_Forward(self))
         logging.getLogger().setLevel(logging.INFO)
@@ -186,13 +186,13 @@ class Worker:
                     return status
 
     def _end(self, status: int, timeout: float) -> None:
-        """End after the batches in flight; all exports go on in a new process."""
+        """End after the batches in flight. A new process continues all exports."""
         if self._ending is None:
             self._ending = status, time.monotonic() + timeout
             self._scheduler.stop()
 
     def _watch(self, used: int) -> None:
-        """Check for hung threads and for too much memory: both need a new process."""
+        """Check for hung threads and excessive memory. Both require a new process."""
         for task in self._scheduler.hung():
             reason = f"the plugin hangs: no progress for {task.timeout:.0f} s"
             log.error("%s: %s", task.label, reason)
@@ -238,7 +238,7 @@ class Worker:
                 message.name, message.directory, message.epoch, self._keys, self._timeline
             )
             source.loses_tail = not message.flush
-        source.loses_tail |= not message.flush  # of the time before, something may not be synced yet
+        source.loses_tail |= not message.flush  # messages from before may still be unsynced
         if source.encrypted is not message.encrypted:
             source.encrypted = message.encrypted
             for task in self._scheduler.of_stream(message.name):
@@ -355,12 +355,12 @@ class _Forward(logging.Handler):
 
 
 def _sendable(text: str) -> str:
-    """Escape lone surrogates, as in the name of a file: UTF-8 cannot encode them."""
+    """Escape lone surrogates, which occur in file names and which UTF-8 cannot encode."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _lock(path: Path) -> None:
-    """Take the lock on the cursors; a dying predecessor may still hold it for a moment."""
+    """Take the lock on the cursors. A dying predecessor may still hold it for a moment."""
     make_directory(path.parent)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + LOCK_TIMEOUT
@@ -387,8 +387,10 @@ def main() -> None:
     with contextlib.suppress(Exception):  # a sandbox may forbid it; the closed socket usually suffices
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable(int(sys.argv[2]))
-    gc.set_threshold(50_000, 20, 50)  # batches are many objects without cycles: collecting costs a third
-    process.return_freed_memory(process.MAPPED, few_heaps=True)  # batches come and go in several threads
+    gc.set_threshold(50_000, 20, 50)  # batches have many objects, no cycles: saves a third
+    process.return_freed_memory(
+        process.MAPPED, few_heaps=True
+    )  # large batches come and go in several threads
     process.lower_priority()  # ingest comes first on a small machine
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")  # kill it before the broker

@@ -1,4 +1,4 @@
-"""What definitions of clients may reach: the table [export.allow] of the configuration."""
+"""The table [export.allow] of the configuration: what the definitions of clients may reach."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 # The export kinds of AWS IoT Greengrass Stream Manager's SDK (class ExportDefinition).
 SDK_KINDS = ("http", "iotAnalytics", "kinesis", "IotSitewise", "s3TaskExecutor")
-KINDS = (*SDK_KINDS, "consumer", "s3Delivery")  # that clients may define by default
+KINDS = (*SDK_KINDS, "consumer", "s3Delivery")  # the kinds that clients may define by default
 _PORTS = {"http": 80, "https": 443, "mqtt": 1883, "mqtts": 8883}
 _URL = re.compile(
     r"(?:http|mqtt)s?://[A-Za-z0-9.\-_\[\]:]+(/[!-\[\]-~]*)?"
@@ -89,12 +89,12 @@ class Allow(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{where}: it is a link to elsewhere")
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return file
-            file.close()  # it was replaced meanwhile
+            file.close()  # the path was replaced in the meantime
         raise ValueError(f"{path} is not a regular file")
 
 
 def _origin(url: str, *, wildcard: bool = False) -> tuple[str, str, int] | None:
-    """Scheme, host and port of a URL; None if one of them is not clear."""
+    """Return scheme, host and port of a URL; None if one of them is ambiguous."""
     try:
         parts = urlsplit(url if "://" in url else f"https://{url}")
         host, port = parts.hostname or "", parts.port

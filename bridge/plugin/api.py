@@ -7,12 +7,12 @@ order, retries, positions.
 
 What streambridge promises to an exporter
 -----------------------------------------
-* Batches come one at a time; the next one comes when every record of this one is accepted or rejected.
-* Batches come in sequence order, unless the exporter takes `any_order` and its user wants the newest first.
+* Batches come one at a time; the next one comes once every record of this one was accepted or rejected.
+* Batches come in sequence order, unless the exporter sets `any_order` and its user wants the newest first.
 * A batch stays within `limits`; streambridge rejects a record larger than `limits.record_bytes`.
-* A retried batch, also after a crash, has the same `first` and `last` (with `by_record`, not always after a
+* A retried batch, even after a crash, has the same `first` and `last` (with `by_record`, not always after a
   power cut). It may have fewer records: the others come in another attempt. A batch of a `contiguous`
-  exporter is shortened, with a lower `last`, only after `landed` has returned that nothing of it is at the
+  exporter is shortened, with a lower `last`, only after `landed` has returned False: nothing of it is at the
   destination.
 
 What an exporter promises to streambridge
@@ -20,8 +20,8 @@ What an exporter promises to streambridge
 * A record is accepted only when the destination has confirmed it.
 * `Outcome.rejected` is for records that can never succeed. Network errors, throttling, missing rights and
   expired credentials are never a rejection: raise `Retry`, and the batch is retried without limit.
-* `Stopped` is for what an operator must resolve before anything else is sent, such as a destination that
-  holds other data under the name of this batch.
+* `Stopped` is for problems that an operator must resolve before anything else is sent, such as a destination
+  that has other data under the name of this batch.
 * Any other exception counts as `Retry` and is reported as a defect of the plugin.
 """
 
@@ -70,9 +70,9 @@ class Batch(Struct, frozen=True):
     """Records of one stream in sequence order.
 
     `first` and `last` are the boundaries fixed before the first attempt. `records` may be fewer than
-    first..last: the others were dropped by a limit, are settled already, or match none of the export's
-    topics. With `contiguous` limits, records are always exactly first..last; with `declares_filtered` too,
-    filters have left out those that are missing.
+    first..last: the others were dropped by a limit, are already settled, or match none of the export's
+    topics. With `contiguous` limits, records are always exactly first..last. If `declares_filtered` is set
+    too, filters have left out the missing ones.
     """
 
     gateway: str
@@ -92,9 +92,9 @@ class BatchLimits(Struct, frozen=True, kw_only=True):
     `declares_filtered` tells its destination which numbers of first..last filters have left out (`topics`,
     `reduce`, plugins): its batches end only where numbers were dropped from the stream.
 
-    `by_record`: the destination takes each record separately and sees no batches. Then the boundaries need
-    not survive a power cut: records of the last seconds before it are sent again, perhaps in other batches.
-    They survive a crash. This saves most writes of the position, which spares flash memory.
+    `by_record`: the destination takes each record separately and knows no batches. Then the boundaries
+    survive a crash, but need not survive a power cut: the records of the last seconds before it are sent
+    again, perhaps in other batches. This saves most writes of the position and so spares flash memory.
     """
 
     records: int | None = None
@@ -108,8 +108,8 @@ class BatchLimits(Struct, frozen=True, kw_only=True):
 class Outcome(Struct, frozen=True, kw_only=True):
     """The result of each record, by its index in `batch.records`. All other records are accepted.
 
-    `rejected` has a reason for each record. `error` is why those in `retry` must be retried; `after` is
-    the minimum wait in seconds; `cut` is as in `Retry`.
+    `rejected` has a reason for each record. `error` says why the records in `retry` must be
+    retried. `after` is the minimum wait in seconds. `cut` is as in `Retry`.
     """
 
     retry: Sequence[int] = ()
@@ -119,7 +119,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     cut: bool = False
 
     def mistake(self, batch: Batch) -> str | None:
-        """Return what is wrong with the indexes and reasons of this outcome of a batch, with the remedy."""
+        """Return the mistake in the indexes or reasons of this outcome, with the remedy; None without one."""
         if not isinstance(self.rejected, Mapping):
             return f"rejected is {self.rejected!r:.100}, not a mapping from indexes to reasons"
         if isinstance(self.retry, str | bytes) or not isinstance(self.retry, Iterable):
@@ -148,12 +148,12 @@ ACCEPTED = Outcome()
 
 
 class Retry(Exception):  # noqa: N818 - named for what it asks for
-    """Raise it to have the whole batch retried, after `after` seconds at the earliest.
+    """Raise this to have the whole batch retried, no earlier than after `after` seconds.
 
-    `unsent`: nothing was sent, for example without a connection; the batch does not count against the
-    bandwidth limit. `cut`: the link is the cause, as there was no connection, or it ended without an
-    answer. The retry comes sooner, and in smaller batches if attempts take long compared with the time for
-    which the link stays up.
+    `unsent`: nothing was sent, for example for lack of a connection, so the batch does not count against the
+    bandwidth limit. `cut`: the link is the cause: there was no connection, or it ended without an answer.
+    The retry comes sooner, and in smaller batches if attempts take long compared with the time for which the
+    link stays up.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Retry(Exception):  # noqa: N818 - named for what it asks for
 
 
 class Stopped(Exception):  # noqa: N818 - named for what happens to the export
-    """Raise it when another attempt could do damage: the export stops, and keeps its position and data.
+    """Raise this when another attempt could do damage. The export stops and keeps its position and data.
 
     It resumes when its configuration changes, or when an operator retries it. Operators see the reason, which
     must say what to do.
@@ -172,13 +172,13 @@ class Stopped(Exception):  # noqa: N818 - named for what happens to the export
 
 
 class Refused(Exception):  # noqa: N818 - named for what the destination did
-    """Raise it in the `send` of `send_split` when the destination rejects a request for its content."""
+    """Raise this in the `send` of `send_split` if the destination rejects the content of a request."""
 
 
 def send_split(indexes: Sequence[int], send: Callable[[Sequence[int]], None]) -> dict[int, str]:
-    """Send records together; after `Refused` send halves, until each bad record is alone.
+    """Send records together. After `Refused`, send halves until each bad record is alone.
 
-    Returns the bad records with the reason, so that all others are sent.
+    Returns the bad records with their reasons. All other records were sent.
     """
     try:
         send(indexes)
@@ -191,13 +191,13 @@ def send_split(indexes: Sequence[int], send: Callable[[Sequence[int]], None]) ->
 
 
 class ExportConfig(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """The base of export configurations. `priority` 1 is the most urgent; without one, an export is last.
+    """The base of export configurations. `priority` 1 is the most urgent; exports without one come last.
 
-    The exporter gets the messages that match one of the topic filters `topics`; none means all messages.
-    With `contiguous` limits it always gets all, unless it has `declares_filtered`. Rejected records go to
-    `dead_letter_stream` if it is set.
-    `reduce` are rules that make messages fewer and smaller before they are sent; the first one whose topics
-    match applies. With `order` "newest first", new messages go before a backlog, as after an outage.
+    The exporter gets the messages that match one of the topic filters `topics`; without filters, all
+    messages. With `contiguous` limits it always gets all, unless it has `declares_filtered`. Rejected records
+    go to `dead_letter_stream` if it is set. `reduce` has rules that make messages fewer and smaller before
+    they are sent; the first rule whose topics match applies. With `order` "newest first", new messages go
+    before a backlog, for example after an outage.
     """
 
     identifier: Name
@@ -219,9 +219,9 @@ class ExportConfig(Struct, rename="camel", kw_only=True, forbid_unknown_fields=T
 
 
 class BatchedConfig(ExportConfig, kw_only=True, frozen=True):
-    """An export in batches: sent when `batch_size` messages are pending, or the oldest has waited.
+    """An export in batches, sent when `batch_size` messages are pending or the oldest has waited long enough.
 
-    `linger_millis` wins over `batch_interval_millis`; without either, messages are sent at once.
+    `linger_millis` takes precedence over `batch_interval_millis`. Without either, messages are sent at once.
     """
 
     batch_size: Annotated[int, Meta(ge=1, le=100_000)] | None = None
@@ -241,14 +241,14 @@ class AwsConfig(ExportConfig, kw_only=True, frozen=True):
 
 
 class AwsBatchedConfig(BatchedConfig, kw_only=True, frozen=True):
-    """An export to AWS in batches. (It repeats two fields, because a Struct has one base.)"""
+    """An export to AWS in batches. (It repeats two fields, because a Struct can have only one base.)"""
 
     endpoint_url: Endpoint | None = None
     region: str | None = None
 
 
 class Batching(Struct, frozen=True, kw_only=True):
-    """When a batch is due: enough records or bytes are pending, or the oldest is `millis` ms old."""
+    """When a batch is due: when enough records or bytes are pending, or the oldest is `millis` ms old."""
 
     records: int | None = None
     size: int | None = None
@@ -256,13 +256,12 @@ class Batching(Struct, frozen=True, kw_only=True):
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """A snapshot of one export: `exported` is the number up to which it has exported everything.
+    """A snapshot of one export. It has exported everything up to the number `exported`.
 
-    `exported_ahead` are the ranges above it that are exported too, ascending; only an export with the
-    newest first has them. `skipped` are ranges that it never exported, with reasons.
-
-    Only exporters with `contiguous` limits have them, about a thousand: older ranges are joined, with the
-    reason `joined:<count>`; `count` numbers of such a range were skipped.
+    `exported_ahead` has the exported ranges above it, ascending; only an export with the newest first has
+    any. `skipped` has the ranges that were never exported, with reasons. Only exporters with `contiguous`
+    limits have it. It keeps about a thousand ranges; older ones are joined into ranges with the reason
+    `joined:<count>`, of which `count` numbers were skipped.
     """
 
     stream: str
@@ -277,7 +276,7 @@ class Progress(Struct, frozen=True, kw_only=True):
 
 
 class Context:
-    """What an exporter may call. This base works without a worker, for tests."""
+    """The services that an exporter may use. This base class works without a worker, for tests."""
 
     def __init__(
         self,
@@ -305,10 +304,10 @@ class Context:
 
     @property
     def link(self) -> Link:
-        """What all connections of exporters share, for those that are neither of `client` nor of `session`.
+        """Return the link that all exporters share, for connections made without `client` and `session`.
 
-        See `bridge.plugin.link`. An exporter that asks for none of these is charged with the payloads and
-        topics of a batch, after the batch.
+        See `bridge.plugin.link`. An exporter that uses none of these is charged with the payloads and topics
+        of a batch, after the batch.
         """
         return self._link
 
@@ -326,50 +325,51 @@ class Context:
         """Report progress of a long export, so that it does not count as hung. Any thread may call it."""
 
     def throttle(self, size: int) -> None:
-        """Wait until `size` bytes more may be sent under the bandwidth limit, and count them.
+        """Wait until `size` more bytes may be sent under the bandwidth limit, and count them.
 
-        Only for what an exporter sends over connections of its own, beyond the batches that are charged.
+        Only for data that an exporter sends over its own connections in addition to the batches, which are
+        charged anyway.
         """
 
     def append(self, stream: str, payload: bytes) -> None:
-        """Append a message to another stream of the gateway, such as a status stream; raises Retry."""
+        """Append a message to another stream of the gateway, such as a status stream. Raises Retry."""
 
     def save_state(self, state: bytes) -> None:
-        """Store up to 2,000 bytes durably with the position; `state` has the stored bytes."""
+        """Store up to 2,000 bytes durably with the position. `state` has the stored bytes."""
         self.state = state
 
     def open(self, path: Path) -> BinaryIO:
         """Open a regular file that a message names.
 
-        Raises OSError; ValueError if it is in none of the directories of [export.allow].
+        Raises OSError, or ValueError if it is in none of the directories of [export.allow].
         """
         return Allow(directories=[Path("/")]).open(path)
 
     def may_write_to(self, bucket: str) -> bool:
-        """Return whether [export.allow] has a bucket that a message names."""
+        """Return whether [export.allow] permits a bucket that a message names."""
         return True
 
     def exports(self) -> list[Progress]:
-        """The progress of all exports of this kind on the gateway, this one included.
+        """Return the progress of all exports of this kind on the gateway, including this one.
 
-        Raises Retry just after the start, until the position of each is known.
+        Raises Retry just after the start, until all their positions are known.
         """
         return []
 
     def now(self) -> float:
-        """Unix time in seconds."""
+        """Return Unix time in seconds."""
         return time.time()
 
     def monotonic(self) -> float:
-        """Seconds on a clock that only moves forward. Its zero means nothing."""
+        """Return seconds of a clock that never goes back. Its zero is arbitrary."""
         return time.monotonic()
 
 
 class Exporter:
     """The base of exporters: set the class variables and write `export`.
 
-    `any_order` says that the destination does not rely on the order of messages; then the option `order`
-    may be "newest first". `check` may refuse that where the configuration asks for order.
+    `any_order` says that the destination does not rely on the order of messages. Then the option `order` may
+    be "newest first", unless `check` refuses it because the configuration needs the order.
     """
 
     kind: ClassVar[str]
@@ -395,11 +395,11 @@ class Exporter:
 
     @classmethod
     def check(cls, config: Any) -> None:
-        """Raise ValueError for a mistake that types cannot express; called on create and update."""
+        """Raise ValueError for a mistake that types cannot express. Called on create and update."""
 
     @classmethod
     def lacks(cls, config: Any) -> str | None:
-        """Return what this machine lacks for a configuration, with the remedy, for `streambridge check`."""
+        """Return what this machine lacks for a configuration, and the remedy, for `streambridge check`."""
         return None
 
     def export(self, batch: Batch) -> Outcome:
@@ -409,8 +409,8 @@ class Exporter:
     def landed(self, batch: Batch) -> bool | None:
         """Return whether a batch is at the destination: True, False, or None if that is unknown.
 
-        Called for a `contiguous` exporter before it retries a batch whose attempt had no answer, and before
-        a batch is shortened. It may raise Retry.
+        Called for a `contiguous` exporter before it retries a batch whose attempt got no answer, and before a
+        batch is shortened. It may raise Retry.
         """
         return None
 
@@ -421,7 +421,8 @@ class Exporter:
     def dropped(self, first: int, last: int, reason: str) -> None:
         """Called when pending messages were dropped from the stream, for example because they expired.
 
-        They may be part of a batch that was tried. After a crash the same range may be reported again.
+        They may be part of a batch that was already attempted. After a crash, the same range may be reported
+        again.
         """
 
     def cancelled(self, records: Sequence[Record]) -> None:

@@ -1,4 +1,4 @@
-"""Logins and rights that plugins decide: what the hooks `authenticate` and `authorize` get and return.
+"""Logins and rights that plugins decide: the arguments and results of `authenticate` and `authorize`.
 
 A plugin with such a hook may have a class `Options`, which inherits `AuthOptions`. Its fields are the keys of
 `[auth.plugins.NAME]`, where NAME is the plugin's. Only plugins with such a table are asked.
@@ -54,8 +54,8 @@ class Login(Struct, frozen=True, kw_only=True):
 class Accepted(Struct, frozen=True, kw_only=True, tag=True):
     """The client is this user. At `expires`, in seconds of Unix time, its connection is closed.
 
-    `basis` names what the decision rests on and may be withdrawn, such as the key of a token. The connection
-    ends when `AuthOptions.bases` does not have it any more. It is no secret, and of any length.
+    `basis` names what the decision rests on and what may be withdrawn, such as the key of a token. The
+    connection ends when `AuthOptions.bases` no longer contains it. It is not secret, and may have any length.
     """
 
     user: str

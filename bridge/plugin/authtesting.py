@@ -29,12 +29,12 @@ from bridge.plugin.discovery import Registry, load
 def login(
     user: str | None, password: bytes | None, client_id: str = "client", address: str = "192.0.2.1"
 ) -> Login:
-    """What `authenticate` gets."""
+    """Make the argument of `authenticate`."""
     return Login(client_id=client_id, user=user, password=password, address=address)
 
 
 def publishing(user: str | None, topic: str, client_id: str = "client") -> Question:
-    """What `authorize` gets for a message."""
+    """Make the argument of `authorize` for a message."""
     return Question(client_id=client_id, user=user, address="192.0.2.1", action="publish", topic=topic)
 
 
@@ -50,30 +50,30 @@ class AuthContract:
     directories: ClassVar[
         Sequence[str | Path]
     ] = ()  # plugin directories, if it is in none of the usual places
-    seconds: ClassVar[float] = 2.0  # how long an answer may take: [auth] timeout
+    seconds: ClassVar[float] = 2.0  # the longest time for an answer, as in [auth] timeout
 
     def options(self) -> Mapping[str, Any]:
-        """The options, as in `[auth.plugins.NAME]`."""
+        """Return the options, as in `[auth.plugins.NAME]`."""
         return {}
 
     def good(self) -> Sequence[Login]:
-        """Logins that it accepts."""
+        """Return logins that the plugin accepts."""
         return []
 
     def bad(self) -> Sequence[Login]:
-        """Logins that it refuses."""
+        """Return logins that the plugin refuses."""
         return []
 
     def foreign(self) -> Sequence[Login]:
-        """Logins that it leaves to other plugins."""
+        """Return logins that the plugin leaves to other plugins."""
         return []
 
     def allowed(self) -> Sequence[Question]:
-        """Questions that it answers with True, or leaves to other plugins."""
+        """Return questions that the plugin answers with True or leaves to other plugins."""
         return []
 
     def forbidden(self) -> Sequence[Question]:
-        """Questions that it answers with False."""
+        """Return questions that the plugin answers with False."""
         return []
 
     # --- the contract
@@ -88,7 +88,7 @@ class AuthContract:
         raise AssertionError("an unknown key was accepted; use forbid_unknown_fields=True")
 
     def test_logins_are_accepted_refused_and_left_to_others(self) -> None:
-        """Each with a user or a reason, and in time."""
+        """Each answer has a user or a reason, and comes in time."""
         for asked in self.good():
             said = self._ask("authenticate", login=asked)
             assert isinstance(said, Accepted), f"{asked} was not accepted: {said}"
@@ -105,14 +105,14 @@ class AuthContract:
             assert said is None, f"{asked} was not left to other plugins: {said}"
 
     def test_questions_are_answered(self) -> None:
-        """In time, and the same twice."""
+        """Each answer comes in time, and is the same when the question is repeated."""
         for question in self.allowed():
             assert self._ask("authorize", question=question) is not False, question
         for question in self.forbidden():
             assert self._ask("authorize", question=question) is False, question
 
     def test_whatever_a_client_sends_gets_an_answer(self) -> None:
-        """An exception refuses the client too, but it says nothing to the operator."""
+        """An exception would refuse the client too, but would tell the operator nothing."""
         for user in (None, "", "\x00", "a" * 65_535, "ann\n", "\u202e"):
             for password in (None, b"", b"\xff" * 65_535, b"..", b"\x00.\x00.\x00"):
                 self._ask("authenticate", login=login(user, password))

@@ -7,9 +7,9 @@ Credentials come from the first of these sources that has any:
 1. a plugin's `aws_credentials` hook,
 2. `credentials.iot`: the IoT Core credentials provider, by X.509 certificate and role alias,
 3. `profile`, or else boto3's own chain (environment, shared files, container, instance).
-All of them refresh while the process runs: if there are none, or a service rejects them, the source is
-asked again, so that a corrected file, for example, applies without a restart. Credentials that are
-missing, expired or rejected are never a reason to drop a record: `failure` makes them a `Retry`.
+They are refreshed while the process runs. If there are none, or a service rejects them, the source is asked
+again, so a corrected file, for example, applies without a restart. Missing, expired or rejected credentials
+are never a reason to drop a record: `failure` turns them into a `Retry`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ READ_TIMEOUT = 60.0
 MAX_CAUSE = 300  # characters of an error message, in the log
 _AMAZON = (".amazonaws.com", ".amazonaws.com.cn")
 
-# A request with one of these errors can never succeed unchanged. All other errors are retried: a vain
-# retry, shown in the status, is better than dropping what a corrected policy would have accepted.
+# A request with one of these errors can never succeed unchanged. All other errors are retried: a futile
+# retry, visible in the status, is better than dropping a record that a corrected policy would have accepted.
 _PERMANENT = frozenset(
     {"InvalidArgumentException", "InvalidRequestException", "SerializationException", "ValidationException"}
 )
-# Other credentials may help. AccessDenied too: they may have been those of another user.
+# Other credentials may help. This includes AccessDenied: they may have belonged to another user.
 _CREDENTIAL_ERRORS = frozenset(
     {
         "AccessDenied",
@@ -141,12 +141,13 @@ def client(
     link: Link = UNLIMITED,
     **config: Any,
 ) -> Any:
-    """Return the shared client for a service; `region` and `endpoint_url` win over the settings.
+    """Return the shared client for a service; `region` and `endpoint_url` override the settings.
 
     Its connections go over `link`.
 
-    A given endpoint is used as it is, without a bucket or a prefix before its host name. `config` are
-    keywords of botocore.config.Config. Retries are off by default: the scheduler retries, and shows it.
+    A given endpoint is used as it is, without a bucket or a prefix before its host name. `config` has
+    keywords of botocore.config.Config. Retries are off by default, because the scheduler retries and shows
+    it.
     """
     key = msgspec.json.encode([settings, service, region, endpoint_url, id(link), config], enc_hook=str)
     with _lock:
@@ -178,7 +179,7 @@ def client(
                     config=Config(**(defaults | config)),
                 )
             except Exception:
-                _sessions.clear()  # a session caches ~/.aws/config, also that it has no region
+                _sessions.clear()  # a session caches ~/.aws/config, even the fact that it has no region
                 raise
             made.meta.events.register("before-send", _stream_body)
             put_over(link, made._endpoint.http_session)
@@ -187,7 +188,7 @@ def client(
 
 
 def _stream_body(request: Any, **_: Any) -> None:
-    """Have a body sent in pieces: the time-out applies to each, so that a slow link only takes longer.
+    """Have a body sent in pieces. The time-out applies to each piece, so a slow link only takes longer.
 
     A bytes object would go out in one call with one time-out.
     """
@@ -199,7 +200,7 @@ def _region(session: Any, endpoint_url: str | None) -> str | None:
     # boto3 knows AWS_DEFAULT_REGION only; Greengrass gives its components AWS_REGION, as other SDKs use it.
     region = session.get_config_variable("region") or os.environ.get("AWS_REGION")
     if not region and endpoint_url:
-        return "us-east-1"  # not an endpoint of AWS: any region will do, but botocore needs one
+        return "us-east-1"  # the endpoint is not AWS: any region will do, but botocore needs one
     return str(region) if region else None
 
 
@@ -231,10 +232,10 @@ def _session(settings: AwsSettings) -> Any:
 
 
 class _SessionCredentials:
-    """The credentials of a session, in place of botocore's, which are looked up only once.
+    """The credentials of a session. They replace botocore's, which are looked up only once.
 
-    Clients keep this object. `ask` returns botocore's credentials, or None: it is called when there are
-    none yet, and after a service has rejected the last ones.
+    Clients keep this object. `ask` returns botocore's credentials or None. It is called while there are none,
+    and after a service has rejected the last ones.
     """
 
     method = "streambridge"
@@ -244,7 +245,7 @@ class _SessionCredentials:
         self._asking = threading.Lock()
 
     def get_frozen_credentials(self) -> Any:
-        """The keys that sign a request; raises what botocore raises without credentials."""
+        """Return the keys that sign a request. Without credentials, raises what botocore raises."""
         with metadata.allowed():  # for an instance's role; also to renew its credentials
             with self._asking:
                 found = self._found = self._found or self._ask()
@@ -255,11 +256,11 @@ class _SessionCredentials:
             return found.get_frozen_credentials()
 
     def get_deferred_property(self, name: str) -> Callable[[], Any]:
-        """A function that returns one of the keys, or the account's id, when it is called."""
+        """Return a function that returns one of the keys, or the account's id."""
         return lambda: getattr(self.get_frozen_credentials(), name)
 
     def check(self, parsed: Any, **_: Any) -> None:
-        """Drop credentials that an answer rejects."""
+        """Drop the credentials if a response rejects them."""
         if parsed.get("Error", {}).get("Code") in _CREDENTIAL_ERRORS:
             self._found = None
 
@@ -348,14 +349,14 @@ class Body(io.BytesIO):
 
 
 def error_code(error: BaseException) -> str:
-    """The service's error code, such as `ThrottlingException`; empty if it is not a service's answer."""
+    """Return the service's error code, such as `ThrottlingException`; empty if the service did not answer."""
     response = getattr(error, "response", None)
     found = response.get("Error", {}).get("Code", "") if isinstance(response, dict) else ""
     return str(found)
 
 
 def is_permanent(error: BaseException) -> bool:
-    """Return whether the service rejected the request for its content, so that it can never succeed."""
+    """Return whether the service rejected the request's content, so it can never succeed."""
     return error_code(error) in _PERMANENT
 
 
@@ -375,9 +376,9 @@ def is_throttled(code: str) -> bool:
 
 
 def failure(error: BaseException, doing: str) -> Retry:
-    """Return the `Retry` for an error of boto3: what was done, what happened, and how long to wait.
+    """Return the `Retry` for an error of boto3, with the action, the cause, and how long to wait.
 
-    If there was no connection, what was to be done with it does not matter.
+    If there was no connection, the action is left out.
     """
     code = error_code(error)
     after = 1.0 if is_throttled(code) else None
@@ -396,14 +397,14 @@ def failure(error: BaseException, doing: str) -> Retry:
 
 
 def safe_code(code: str) -> str:
-    """Return an error code from an answer without any other text."""
+    """Return an error code from a response, without any other text of the response."""
     return re.sub(r"[^A-Za-z0-9._-]", "?", code)[:64]
 
 
 def cause(error: BaseException) -> str:
-    """Describe an error in the words of botocore, never in those of the answer.
+    """Describe an error in botocore's words, never in those of the response.
 
-    A client that defines an export can read the text, and may have chosen the server that answers.
+    The client that defined the export can read this text, and may have chosen the server that responds.
     """
     response = getattr(error, "response", None)
     if not isinstance(response, dict):
@@ -420,7 +421,7 @@ def cause(error: BaseException) -> str:
 
 
 def _server(error: BaseException) -> str:
-    """Host and port of the server if this is an error of the connection to it; otherwise empty."""
+    """Return host and port of the server if the error is one of the connection to it; otherwise empty."""
     from botocore import exceptions as botocore
 
     if not isinstance(error, botocore.ConnectionError | botocore.HTTPClientError):
@@ -431,9 +432,9 @@ def _server(error: BaseException) -> str:
 
 
 def _connection_cause(error: BaseException) -> str:
-    """What is wrong with a connection; empty if this is another error.
+    """Return the cause of a connection error; empty for other errors.
 
-    botocore and urllib3 repeat the URL, with the name of the object, and end with the cause.
+    botocore and urllib3 repeat the URL with the name of the object, and end with the cause.
     """
     from botocore import exceptions as botocore
 
@@ -454,7 +455,7 @@ def _connection_cause(error: BaseException) -> str:
 
 
 def _system_cause(error: BaseException | None) -> str:
-    """The operating system's words for the first cause of an error, such as `connection refused`."""
+    """Return the operating system's message for the first cause of an error, such as `connection refused`."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
@@ -474,7 +475,7 @@ def is_cut(error: BaseException) -> bool:
     """Return whether the link is the cause: no connection, or one that ended without an answer."""
     from botocore import exceptions as botocore
 
-    if error_code(error) == "RequestTimeout":  # S3: the body did not come in time
+    if error_code(error) == "RequestTimeout":  # S3: the body did not arrive in time
         return True
     return isinstance(error, botocore.ConnectionError | botocore.HTTPClientError) and not isinstance(
         error, botocore.SSLError

@@ -17,16 +17,16 @@ from bridge.settingtypes import Millis
 
 KIND = "consumer"
 DAY = 86_400_000  # ms
-MOST = 10_000  # unacknowledged messages: each may be a hole in the position
+MOST = 10_000  # unacknowledged messages; each may be a gap in the position
 
 
 class ConsumerConfig(ExportConfig, kw_only=True, frozen=True):
     """A consumer: which messages clients fetch, and how long they may take for each.
 
-    A message that is not acknowledged within `ack_deadline_millis` is delivered again. `max_unacknowledged`
-    messages are handed out at most; then new ones wait. A message that was delivered `max_deliveries` times
-    counts as rejected. The consumer begins at `start_sequence_number`, or at the first message received at
-    `start_time` (ISO 8601 with a zone) or later.
+    A message that is not acknowledged within `ack_deadline_millis` is delivered again. While
+    `max_unacknowledged` messages are leased, new ones wait. A message that was delivered `max_deliveries`
+    times counts as rejected. The consumer begins at `start_sequence_number`, or at the first message received
+    at `start_time` (ISO 8601 with a zone) or later.
     """
 
     ack_deadline_millis: Annotated[Millis, Meta(ge=1, le=DAY)] = 30_000
@@ -37,7 +37,7 @@ class ConsumerConfig(ExportConfig, kw_only=True, frozen=True):
 
     @property
     def start_millis(self) -> int | None:
-        """`start_time` as Unix time in ms."""
+        """Return `start_time` as Unix time in ms."""
         if self.start_time is None:
             return None
         parsed = datetime.fromisoformat(self.start_time)

@@ -1,8 +1,8 @@
-"""How plugins are found and loaded.
+"""Finds and loads plugins.
 
-Order: the files shipped in `plugins/` (in a wheel `bridge/_plugins/`), pip packages by entry point of
-the group `streambridge`, then the files and packages of drop-in directories by name. If a name or kind
-exists already, the later plugin fails. A plugin that fails is listed with its error; the others load.
+Order: the files shipped in `plugins/` (in a wheel `bridge/_plugins/`), pip packages with an entry point in
+the group `streambridge`, then the files and packages of drop-in directories by name. If a name or kind is
+already taken, the later plugin fails. A plugin that fails is listed with its error; the others load.
 
 The code of a drop-in directory runs as the service: the directory and each file in it must belong to
 root or to the service's user, and must not be writable by group or others. Otherwise they do not load.
@@ -40,7 +40,7 @@ ExportDefinition = dict[str, list[dict[str, Any]]]
 
 
 class Found(Struct, kw_only=True):
-    """A plugin that was found. `kinds` are its exporters; `error` is why it was not loaded."""
+    """A plugin that was found. `kinds` are the kinds of its exporters; `error` says why it was not loaded."""
 
     name: str
     origin: str
@@ -50,7 +50,7 @@ class Found(Struct, kw_only=True):
 
 
 class Registry:
-    """The loaded plugins: `found` lists all, `exporters` maps kinds to classes, `hook` calls hooks."""
+    """The loaded plugins. `found` lists all, `exporters` maps kinds to classes, `hook` calls hooks."""
 
     def __init__(self) -> None:
         self.found: list[Found] = []
@@ -78,7 +78,7 @@ class Registry:
     def config(
         self, kind: str, raw: Mapping[str, Any], path: tuple[str | int, ...] | None = None
     ) -> ExportConfig:
-        """Read one export configuration; `path` is where it is. Raises InvalidDefinition."""
+        """Read one export configuration; `path` leads to it. Raises InvalidDefinition."""
         path = ("exportDefinition", kind) if path is None else path
         cls = self.exporters.get(kind)
         if cls is None:
@@ -94,7 +94,7 @@ class Registry:
         return config
 
     def check(self, definition: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-        """Check all exports of a definition; raises InvalidDefinition for the first mistake."""
+        """Check all exports of a definition. Raises InvalidDefinition for the first mistake."""
         for kind, configs in definition.items():
             for number, raw in enumerate(configs):
                 self.config(kind, raw, ("exportDefinition", kind, number))
@@ -125,7 +125,7 @@ class Registry:
         return f"there is no exporter of kind {kind!r}", hint
 
     def add(self, found: Found, import_it: Callable[[], ModuleType]) -> None:
-        """Load one plugin; a failure is recorded in its `error`."""
+        """Load one plugin. A failure is recorded in its `error`."""
         self.found.append(found)
         try:
             taken = next((f for f in self.found[:-1] if f.name == found.name and f.error is None), None)
@@ -220,7 +220,7 @@ def _candidates(directories: Iterable[str | Path]) -> Iterator[tuple[Found, Call
 def _own_version() -> str:
     try:
         return version("streambridge")
-    except ImportError:  # a bare checkout
+    except ImportError:  # a checkout that is not installed
         return ""
 
 
@@ -247,7 +247,7 @@ def _import_path(path: Path) -> Callable[[], ModuleType]:
     name = f"{GROUP}_plugins_{stem}_{crc32(os.fsencode(path)):08x}"
 
     def import_it() -> ModuleType:
-        if name in sys.modules:  # msgspec looks types up by module name: each module is loaded once
+        if name in sys.modules:  # load each module once, because msgspec looks up types by module name
             return sys.modules[name]
         spec = importlib.util.spec_from_file_location(
             name, path, submodule_search_locations=[str(path.parent)] if package else None

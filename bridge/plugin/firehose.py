@@ -2,7 +2,7 @@
 
 Service limits: 500 records and 4 MiB per request, 1,000 KiB per record. Firehose bills each record
 rounded up to 5 KB, so packing many small messages into one record saves money. Each record of a request
-succeeds or fails by itself (`FailedPutCount`); only failed ones are sent again.
+succeeds or fails on its own (`FailedPutCount`); only failed ones are sent again.
 
 The service restricts only the size of a record, which is checked here: only messages that are too large
 are rejected. A rejected request, whatever its code, is caused by the delivery stream, such as
@@ -22,8 +22,8 @@ MAX_RECORDS, MAX_BYTES, MAX_RECORD = 500, 4 * MIB, 1000 * 1024
 class FirehoseSender:
     """Sends batches to one delivery stream.
 
-    `record` is what each message becomes (see `bridge.plugin.records`), before its delimiter. `pack` is the
-    size of packed records in bytes; 0: no packing.
+    `record` defines what each message becomes (see `bridge.plugin.records`), without its delimiter. `pack` is
+    the size of packed records in bytes; 0: no packing.
     """
 
     def __init__(
@@ -36,14 +36,14 @@ class FirehoseSender:
         pack: int = 0,
         record: str = "payload",
     ) -> None:
-        # botocore's check of each record costs a quarter of the time; the records are always valid.
+        # Our records are always valid, and botocore's check of each would cost a quarter of the time.
         self._client = context.client("firehose", config, parameter_validation=False)
         self._name, self._context = delivery_stream, context
         self._delimiter, self._pack, self._encoder = delimiter, pack, RecordEncoder(record)
         self._error, self._after = "", 0.0
 
     def send(self, batch: Batch) -> Outcome:
-        """Send a batch of any size, in as many requests as it takes."""
+        """Send a batch of any size, in as many requests as necessary."""
         encoded, rejected = self._encoder.encode(batch, MAX_RECORD - len(self._delimiter))
         payloads = [data + self._delimiter for data in encoded]
         retry: list[int] = []
@@ -63,7 +63,7 @@ class FirehoseSender:
         )
 
     def _requests(self, payloads: list[bytes], without: dict[int, str]) -> list[list[list[int]]]:
-        """Requests, as lists of records, as lists of indexes of messages; each within the limits."""
+        """Split messages into requests within the limits: lists of records, which are lists of indexes."""
         requests: list[list[list[int]]] = [[]]
         size = record_size = 0
         for n, payload in enumerate(payloads):

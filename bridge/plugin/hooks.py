@@ -31,7 +31,8 @@ class Event(Struct, frozen=True, kw_only=True, tag=False):
     """An event for operators.
 
     `name` is `stream_full`, `export_failing`, `export_recovered` or `export_stopped` (no attempt until its
-    configuration changes). `export` is the identifier of the export, empty for events of a stream.
+    configuration changes or it is retried). `export` is the identifier of the export, empty for events of a
+    stream.
     """
 
     name: str
@@ -52,8 +53,8 @@ def transform_records(
     """Return the records to export instead of these, or None to leave them unchanged.
 
     Omit a record to filter it; keep the order and the sequence numbers. The same records and the same state
-    must always give the same result, because a batch may be retried. Anything else that the result depends
-    on must be in `state`: it holds what was set at earlier records, even after a crash. A function with the
+    must always give the same result, because a batch may be retried. Anything else that the result depends on
+    must be in `state`, which keeps the values set at earlier records, even after a crash. A function with the
     attribute `option` is called only for exports whose configuration has a value in that option.
     """
 

@@ -21,7 +21,7 @@ from botocore.awsrequest import (
 
 from bridge.plugin.link import Link, Meter, prepare, probe
 
-# How TCP_USER_TIMEOUT ends a connection: the last two if a router has answered meanwhile.
+# The errors with which TCP_USER_TIMEOUT ends a connection; the last two if a router has answered.
 DEAD = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
 
@@ -63,7 +63,7 @@ class _OverLink:
         super().request(*args, **options)  # type: ignore[misc]
 
     def send(self, data: Any) -> None:
-        """Send bytes, or what a file has, at the pace of the link."""
+        """Send bytes or the content of a file at the pace of the link."""
         if self.sock is None and self.auto_open:
             self.connect()
         if self._meter is None:  # a request to a proxy, within `connect`

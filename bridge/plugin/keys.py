@@ -90,7 +90,7 @@ class KeyTemplate:
         self._template = Template(template)
 
     def key(self, batch: Batch, record: Record) -> str | None:
-        """The record's key; None if it has none."""
+        """Return the record's key; None if it has none."""
         try:
             key = self._template.render(batch, record)
         except NoValue:
@@ -99,7 +99,7 @@ class KeyTemplate:
 
 
 def as_text(value: Any) -> str:
-    """A field's value as text: what is not text is in JSON. Raises NoValue for bytes that are not UTF-8."""
+    """Return a value as text, in JSON if it is not a string. Raises NoValue if bytes are not UTF-8."""
     if isinstance(value, str):
         return value
     if isinstance(value, bytes):
@@ -111,7 +111,7 @@ def as_text(value: Any) -> str:
 
 
 def rfc3339(millis: int) -> str:
-    """A Unix time in ms as text, in UTC with milliseconds and `Z`."""
+    """Format a Unix time in ms, in UTC with milliseconds and `Z`."""
     when = datetime.fromtimestamp(millis // 1000, UTC)
     return f"{when:%Y-%m-%dT%H:%M:%S}.{millis % 1000:03d}Z"
 

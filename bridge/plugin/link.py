@@ -7,8 +7,8 @@ bytes a packet: 3.6 % of full ones).
 
 The ceiling holds within a request, in pieces of a twentieth of a second. Connections take turns. While a
 batch is made and an answer is awaited, nothing is sent: a link makes up for half a second of that at most,
-at 1.05 times the ceiling, and for a tenth of a second at once, since threads wake up late. A connection
-that waits for its turn is not a dead one: no time-out runs meanwhile.
+at 1.05 times the ceiling, and for a tenth of a second at once, because threads wake up late. A
+connection that waits for its turn is not dead, so no time-out runs while it waits.
 
 A piece is charged before it is sent. Afterwards the kernel says what the connection has really sent
 (TCP_INFO, in Linux 4.19 and later), and the difference is charged too. Older kernels count without TLS and
@@ -60,7 +60,7 @@ class Link:
         self.patience, self.idle = patience, idle
         self.lost_at = -math.inf  # connections without a sign of life since then are not used again
         self._lock = threading.Lock()
-        self._free_at = self._peak_at = 0.0  # when what is charged is sent: at the ceiling, at the peak
+        self._free_at = self._peak_at = 0.0  # when all charged bytes are sent: at the ceiling, at the peak
         self._waited_at = -math.inf  # when a connection last had to
         self.piece = max(LEAST, min(int(ceiling / 8 * PIECE), MOST)) if ceiling else MOST
 
@@ -122,8 +122,8 @@ class Meter:
     def __init__(self, link: Link, sock: Any) -> None:
         self._link, self._sock = link, sock
         self._charged = 0  # bytes so far
-        self._granted = 0  # of these, what is not sent yet
-        self._at = 0.0  # when that may be sent
+        self._granted = 0  # of these, not sent yet
+        self._at = 0.0  # when these may be sent
 
     def pieces(self, data: Any) -> Iterator[Any]:
         """Split bytes, and wait for the turn of each piece."""
@@ -154,16 +154,16 @@ class Meter:
         return granted
 
     def wait(self) -> float:
-        """The seconds until what is granted may be sent."""
+        """Return the seconds until the granted bytes may be sent."""
         return max(self._at - time.monotonic(), 0.0) if self._granted else 0.0
 
     def close(self) -> None:
-        """Give back what is granted and was not sent."""
+        """Give back granted bytes that were not sent."""
         self._link.charge(-self._granted)
         self._charged, self._granted = self._charged - self._granted, 0
 
     def settle(self) -> None:
-        """Charge what the kernel has sent beyond what was charged; call it after a write."""
+        """Charge bytes that the kernel has sent beyond those charged. Call it after a write."""
         if self._link.limited and (sent := _sent(self._sock)) is not None:
             more = sent - (self._charged - self._granted)
             self._link.charge(more)
@@ -171,7 +171,7 @@ class Meter:
 
 
 def _sent(sock: Any) -> int | None:
-    """What a connection has sent so far and what is queued, in bytes; None if the kernel does not say."""
+    """Return the bytes that a connection has sent and queued; None if the kernel does not say."""
     try:
         found = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO)
         queued, sent = _NOT_SENT.unpack_from(found, _NOT_SENT_AT)[0], _SENT.unpack_from(found, _SENT_AT)[0]

@@ -1,9 +1,10 @@
-"""Metadata addresses of clouds: the worker fetches AWS credentials there, and exports nothing to them.
+"""Metadata addresses of clouds: the worker fetches AWS credentials from them, but never exports to them.
 
 A client that may name a destination must not reach the instance's metadata service, which gives the
 credentials of the instance's role to any process. The export worker calls `deny` once. From then on this
-process cannot connect to such an address, whatever code, name or redirect leads there, except within
-`allowed`: where `bridge.plugin.aws` fetches credentials. So an instance's role works without configuration.
+process cannot connect to such an address, whatever code, name or redirect leads there. The exception is
+`allowed`, within which `bridge.plugin.aws` fetches credentials, so an instance's role works without
+configuration.
 
 Not covered: code other than Python, a `connect` to a name instead of an address, and malicious plugins.
 """
@@ -32,7 +33,7 @@ _this_thread = threading.local()
 
 
 def deny(addresses: Iterable[str] = ADDRESSES) -> None:
-    """Make connections to these addresses fail from now on: PermissionError, and an error in the log."""
+    """Make connections to these addresses fail from now on, with PermissionError and an error in the log."""
     denied = set(map(ipaddress.ip_address, addresses))
 
     def audit(event: str, arguments: tuple[object, ...]) -> None:

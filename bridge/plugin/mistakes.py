@@ -1,6 +1,6 @@
-"""What is wrong with a plugin's module, said to its author: what happened, where, and what to do.
+"""Reports mistakes in a plugin's module to its author: what happened, where, and what to do.
 
-pluggy ignores a function without `@hookimpl`, and reports the others by their Python names. An author should
+pluggy ignores a function without `@hookimpl`, and reports other mistakes in its own terms. An author should
 not have to know pluggy.
 """
 
@@ -23,11 +23,11 @@ HOOKS = {
     if hasattr(function, f"{GROUP}_spec")
 }
 _NAMES = ", ".join(HOOKS)
-_LOADERS = {"bridge", "importlib", "pluggy"}  # they call the plugin
+_LOADERS = {"bridge", "importlib", "pluggy"}  # packages that call the plugin
 
 
 def hook_mistake(module: ModuleType) -> str | None:
-    """Return the first mistake in the hooks of a module, with the remedy; None without a mistake."""
+    """Return the first mistake in the hooks of a module, with the remedy; None if there is none."""
     marked = {
         name: value
         for name, value in _members(module)
@@ -81,9 +81,9 @@ def _without_hooks(module: ModuleType) -> str:
 
 
 def failure(error: BaseException) -> str:
-    """Describe what a plugin raised when it was loaded, with the line of the plugin and the remedy."""
+    """Describe the error that loading a plugin raised, with the line of the plugin and the remedy."""
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if not isinstance(error, SyntaxError):  # it names its line itself
+    if not isinstance(error, SyntaxError):  # its message already has the line
         what += _line_in_plugin(error)
     if isinstance(error, ModuleNotFoundError):
         what += "; install it into the environment of streambridge, or correct its name"
@@ -98,6 +98,6 @@ def _line_in_plugin(error: BaseException) -> str:
 
 
 def line_of(function: Any) -> str:
-    """` (FILE, line N)` of a function, or nothing if it is not written in Python."""
+    """Return ` (FILE, line N)` for a function; empty if it is not written in Python."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code is not None else ""

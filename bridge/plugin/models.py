@@ -1,7 +1,8 @@
-"""botocore's data, the models of services and their endpoints, in a third of the memory.
+"""Loads botocore's data, the models of services and their endpoints, in a third of the memory.
 
-botocore reads its files to ordered dictionaries. Plain ones keep the order too, in half the memory. It also
-reads the endpoints of all services to make a client of one: here they stay text until somebody asks for them.
+botocore reads its files into ordered dictionaries. Plain ones keep the order too, in half the memory. To make
+the client of one service it also parses the endpoints of all services; here they stay text until they are
+used.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from msgspec import Raw, json
 
 
 class CompactFiles(JSONFileLoader):
-    """Reads the files for a loader of botocore: its attribute `file_loader`."""
+    """Reads the files for a loader of botocore, as its attribute `file_loader`."""
 
     def load_file(self, file_path: str) -> Any:
         """Read a file, given without its suffix; None if there is none."""
@@ -27,7 +28,7 @@ class CompactFiles(JSONFileLoader):
 
 
 class _Services(dict[str, Any]):
-    """The endpoints by service, as text; asked for, as dictionaries."""
+    """The endpoints by service, stored as text and parsed on access."""
 
     def __getitem__(self, name: str) -> Any:
         return json.decode(super().__getitem__(name))

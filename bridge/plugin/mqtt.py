@@ -1,13 +1,12 @@
-"""One connection to an MQTT broker, for exporters: what is published on it, and what the broker answers.
+"""One connection to an MQTT broker, for exporters: it publishes messages and collects the answers.
 
-`Connection` connects in its constructor and ends with `Ended`; it never connects again. An exporter makes
-the next one, and sends what has no answer again, in order. Three rules follow from that:
+`Connection` connects in its constructor and ends with `Ended`; it never reconnects. The exporter makes the
+next one, and resends the unanswered messages in order. Three rules follow from that:
 
 * Clean start (3.1.1 section 3.1.2.4, 5 section 3.1.2.4). For a client that only publishes at QoS 0 and 1, a
   session at the broker holds nothing of use, and to continue one means to resend with old packet ids.
 * The same client id each time. The broker ends the old connection before it accepts the new one
-  (MQTT-3.1.4-2 and -3), so nothing that is still on its way on the old one arrives after what is sent
-  again.
+  (MQTT-3.1.4-2 and -3), so nothing that is still on its way on the old one arrives after a resent message.
 * Nothing runs between two calls. paho has no thread here: `turn` reads and writes, for whoever calls it.
 
 A PUBACK answers a QoS 1 message (3.4). A QoS 0 message has no answer. Behind a number of them, `finish`
@@ -194,7 +193,7 @@ class Connection:
 
     @property
     def stale(self) -> bool:
-        """Whether the broker has ended it, left alone for so long (MQTT-3.1.2-22), or it may be dead."""
+        """Whether the broker has ended it after this long a silence (MQTT-3.1.2-22), or it may be dead."""
         is_late = self._monotonic() - self._turned_at > self._target.keep_alive * 1.5
         return is_late or self._moved_at <= self._link.lost_at
 
@@ -293,7 +292,7 @@ class Connection:
     def _read(self) -> None:
         try:
             self._client.loop_read()
-        except Exception as error:  # paho on what is not MQTT: of any type
+        except Exception as error:  # paho raises any type for data that is not MQTT
             self.close()
             raise Ended(f"{self._target.url} sent what is not MQTT: {type(error).__name__}") from error
 
@@ -314,7 +313,7 @@ class Connection:
         return Ended(f"{what}: {name}", code)
 
     def _may_send(self, size: int) -> int:
-        """How many of `size` bytes the link takes now."""
+        """Return how many of `size` bytes the link takes now."""
         return size if self._meter is None else self._meter.grant(size)
 
     # --- paho's callbacks, within `turn`

@@ -1,9 +1,9 @@
-"""Objects that are written once to S3: for exporters whose batches have names of their own.
+"""Writes objects to S3 that are never overwritten, for exporters with one object per batch.
 
-The same batch has the same name. An object is written only if there is none of its name (`If-None-Match: *`).
-The metadata of an object has the digest of its messages. If there is an object with the same digest, an
-earlier attempt has arrived. If there is any other, another gateway has the same id or runs on a copy of the
-data directory: the export stops, and overwrites nothing. Without `conditional`, for stores without
+The same batch has the same name. An object is written only if none has its name (`If-None-Match: *`). The
+metadata of an object has the digest of its messages. If an object with the same digest exists, an earlier
+attempt has arrived. If a different one exists, another gateway has the same id or runs on a copy of the data
+directory: the export stops, and overwrites nothing. Without `conditional`, for stores without
 conditional requests, objects are overwritten.
 """
 
@@ -46,15 +46,15 @@ class ObjectWriter:
         self._replace_etag = replace_etag.strip('"') if replace_etag else None
 
     def url(self, key: str) -> str:
-        """An object's name in texts."""
+        """Return the URL of an object, for messages."""
         return f"s3://{self._bucket}/{key}"
 
     def put_once(
         self, key: str, body: bytes, content_type: str, digest: str, metadata: Mapping[str, str] | None = None
     ) -> None:
-        """Write an object, unless an earlier attempt has done so; raises Retry, or Stopped.
+        """Write an object, unless an earlier attempt has done so. Raises Retry or Stopped.
 
-        `metadata` has further entries of the object's metadata.
+        `metadata` has further entries for the object's metadata.
         """
         once = {"IfNoneMatch": "*"} if self._conditional else {}
         described = {self._digest_key: digest, **(metadata or {})}
@@ -69,7 +69,7 @@ class ObjectWriter:
             self._compare(key, body, content_type, described)
 
     def _compare(self, key: str, body: bytes, content_type: str, described: Mapping[str, str]) -> None:
-        """Compare the existing object of this name with these messages; raises Retry, or Stopped."""
+        """Compare the existing object of this name with these messages. Raises Retry or Stopped."""
         doing = f"comparing with {self.url(key)}, which exists already"
         try:
             found = self._client.head_object(Bucket=self._bucket, Key=key)
@@ -96,7 +96,7 @@ class ObjectWriter:
         )
 
     def landed(self, key: str, digest: str) -> bool | None:
-        """Whether an object is there; None if another one is, or that is unknown. Raises Retry."""
+        """Return whether the object exists; None if it differs or that is unknown. Raises Retry."""
         where, doing = {"Bucket": self._bucket, "Key": key}, f"looking for {self.url(key)}"
         try:
             found = self._client.head_object(**where)
@@ -106,7 +106,7 @@ class ObjectWriter:
                 try:
                     self._client.get_object(**where, Range="bytes=0-0")["Body"].close()
                 except Exception as denied:
-                    # Without the right to list the bucket, a missing object is AccessDenied.
+                    # Without the right to list the bucket, S3 answers AccessDenied for a missing object.
                     code = "404" if error_code(denied) == "AccessDenied" else error_code(denied)
                     error = denied
             if code in ABSENT:

@@ -9,9 +9,9 @@ Amazon Data Firehose Developer Guide. Expressions in a prefix:
     !{firehose:random-string}    11 letters and digits, different at each place
 
 A prefix without a timestamp is followed by `!{timestamp:yyyy/MM/dd/HH/}`. Of the patterns, these letters are
-known: y u (year), M, d, D (day of the year), H, m, s, S (fraction of the second); a text in quotes stands for
-itself. The uuid and random strings are made from the numbers of the messages, so that the same batch always
-has the same name.
+known: y u (year), M, d, D (day of the year), H, m, s, S (fraction of the second). Text in quotes stands for
+itself. The uuid and random strings are derived from the numbers of the messages, so the same batch always has
+the same name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Part = Callable[[datetime, "_Random"], str]
 
 
 class _Random:
-    """Texts that look random, always the same for one batch."""
+    """Strings that look random but are always the same for one batch."""
 
     def __init__(self, identity: str) -> None:
         self._identity, self._count = identity, 0
@@ -60,7 +60,7 @@ class ObjectName:
         self._stream, self._version, self._extension = stream, version, extension
 
     def name(self, millis: int, identity: str) -> str:
-        """The name of an object whose first message came at `millis` (Unix ms); `identity` is its batch's."""
+        """Return an object's name; `millis` (Unix ms) is of its first message, `identity` of its batch."""
         when = datetime.fromtimestamp(millis / 1000, UTC).astimezone(self._zone)
         random = _Random(identity)
         prefix = "".join(part(when, random) for part in self._parts)

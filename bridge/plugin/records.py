@@ -74,25 +74,25 @@ def rows(batch: Batch, records: Sequence[Record]) -> list[Row]:
 
 
 def lines(batch: Batch, records: Sequence[Record]) -> bytes:
-    """Records as NDJSON: one JSON object a line."""
+    """Encode records as NDJSON: one JSON object per line."""
     return _encoder.encode_lines(rows(batch, records))
 
 
 class RecordEncoder:
-    """Makes what an export sends for each message.
+    """Encodes messages as an export sends them.
 
-    `record` is the value of the option. Raises ValueError for one that is wrong. `content_type` is the media
-    type of what it makes.
+    `record` is the value of the option. Raises ValueError if it is wrong. `content_type` is the media type of
+    the result.
     """
 
     def __init__(self, record: str) -> None:
         self.content_type, self._encode = _formats.get(record) or _template(record)
 
     def encode(self, batch: Batch, most: int | None = None) -> tuple[list[bytes], dict[int, str]]:
-        """What to send for each record of a batch, and why records are rejected, by their indexes.
+        """Return the encoded records of a batch, and the reasons of rejected ones by index.
 
-        A record is rejected if it takes more than `most` bytes, or if a template cannot hold its payload; in
-        place of such a record the list has b"".
+        A record is rejected if it takes more than `most` bytes, or if its payload does not fit the template.
+        The list has b"" in its place.
         """
         encoded, rejected = self._encode(batch)
         if most is not None:
@@ -103,7 +103,7 @@ class RecordEncoder:
         return encoded, rejected
 
     def joined(self, encoded: Sequence[bytes]) -> bytes:
-        """Several records as one list, in JSON or CBOR; raises ValueError if they are neither."""
+        """Encode several records as one list, in JSON or CBOR. Raises ValueError if they are neither."""
         if self.content_type == JSON:
             return b"[" + b",".join(encoded) + b"]"
         if self.content_type == CBOR:
@@ -111,10 +111,10 @@ class RecordEncoder:
         raise ValueError("only JSON and CBOR have lists of records")
 
     def packed(self, encoded: Sequence[bytes]) -> bytes:
-        """Several records behind each other, so that a reader finds where each ends.
+        """Concatenate records so that a reader finds where each one ends.
 
-        JSON is one record a line. CBOR is a sequence of items (RFC 8742). All else is a sequence of CBOR byte
-        strings, since it may have any bytes.
+        JSON has one record per line. CBOR is a sequence of items (RFC 8742). Any other format becomes a
+        sequence of CBOR byte strings, because it may contain any bytes.
         """
         if self.content_type == JSON:
             return b"".join([one + b"\n" for one in encoded])
@@ -242,7 +242,7 @@ def _as_it_is(value: Field) -> _Put:
 
 
 def _value(value: Field, message: Message) -> Any:
-    """A field's value; None if the message lacks it."""
+    """Return a field's value; None if the message lacks it."""
     try:
         return value(message)
     except NoValue:

@@ -1,7 +1,7 @@
 """The option `reduce` of every export: rules that make messages fewer and smaller before they are sent.
 
-Each message follows the first rule whose `topics` match, and a message that no rule matches is sent as it is.
-The plugin `reduce` carries the rules out. Fields are named by JSON pointers (RFC 6901): `/motor/speed` is the
+The first rule whose `topics` match a message applies. A message that no rule matches is sent as it is. The
+plugin `reduce` applies the rules. Fields are named by JSON pointers (RFC 6901): `/motor/speed` is the
 member `speed` of the object `motor`, and the empty pointer is the whole payload.
 """
 
@@ -18,7 +18,7 @@ from bridge.model import MAX_MILLIS
 from bridge.settingtypes import Millis
 from bridge.topics import covers, filter_mistake
 
-MAX_RULES = 16 * 1024  # bytes of what is stored with a position, as JSON
+MAX_RULES = 16 * 1024  # bytes of the rules as JSON, as they are stored with a position
 IGNORE = "ignore"  # the band of a value whose changes do not count
 Topics = Annotated[list[str], Meta(min_length=1)]
 _POINTER = re.compile(r"(/([^~/]|~[01])*)*")
@@ -26,11 +26,11 @@ _PERCENT = re.compile(r"(\d+(?:\.\d+)?) ?%")
 
 
 class Reduction(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """One rule: which topics it is for, which messages are sent, and which fields they have.
+    """One rule: its topics, which of their messages are sent, and with which fields.
 
-    `sample` N sends one of N messages of a topic. `deadband` sends a message only if one of these values
-    has changed by more than its band since the last one that was sent. After `longest_silence_millis` without
-    a message of its topic, the next one is sent in any case. `keep` or `drop` name fields, `rename` gives
+    `sample` N sends one in N messages of a topic. `deadband` sends a message only if one of these values has
+    changed by more than its band since the last message sent. After `longest_silence_millis` without a
+    message of its topic, the next one is sent in any case. `keep` or `drop` name fields; `rename` gives
     fields new names.
     """
 
@@ -115,7 +115,7 @@ def check_effects(rules: Sequence[Reduction]) -> None:
 
 
 def parse_band(band: float | str) -> tuple[float, float] | None:
-    """A band as (absolute, share of the last value); None if changes do not count. Raises ValueError."""
+    """Parse a band as (absolute, share of last value); None if changes do not count. Raises ValueError."""
     if band == IGNORE:
         return None
     percent = _PERCENT.fullmatch(band) if isinstance(band, str) else None
@@ -129,7 +129,7 @@ def parse_band(band: float | str) -> tuple[float, float] | None:
 
 
 def steps(pointer: str) -> list[str]:
-    """The members that a JSON pointer passes (RFC 6901, section 4)."""
+    """Return the member names of a JSON pointer (RFC 6901, section 4)."""
     return [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
 
 
@@ -139,9 +139,9 @@ class _Filters(Struct, rename="camel"):
 
 
 def encoded(rules: list[Reduction], topics: Sequence[str] = ()) -> bytes:
-    """The rules as they are stored with a position, with the topics of an export whose retries need them too.
+    """Encode the rules as stored with a position, with the topics of an export whose retries need them too.
 
-    Empty for neither. Raises ValueError if they are too large.
+    Empty if there are neither. Raises ValueError if they are too large.
     """
     if topics:
         data = msgspec.json.encode(_Filters(list(topics), rules))
@@ -157,7 +157,7 @@ def encoded(rules: list[Reduction], topics: Sequence[str] = ()) -> bytes:
 
 
 def decoded(data: bytes) -> tuple[list[Reduction], list[str]]:
-    """The rules and topics that `encoded` was given."""
+    """Return the rules and topics that were given to `encoded`."""
     if data.startswith(b"{"):
         found = msgspec.json.decode(data, type=_Filters)
         return found.reduce, found.topics

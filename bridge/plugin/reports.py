@@ -1,6 +1,6 @@
-"""The gateway report: an object beside the data in S3 that lists the streams of a gateway.
+"""The gateway report: an object next to the data in S3 that lists the streams of a gateway.
 
-It is a contract with the ingest job. Key: `objectkeys.report_key(gateway)` under the prefix. JSON:
+It is part of the contract with the ingest job. Key: `objectkeys.report_key(gateway)` under the prefix. JSON:
 
     {"gateway": "gw-1",
      "updated": 1767225600000,                         Unix time in ms
@@ -17,23 +17,23 @@ It is a contract with the ingest job. Key: `objectkeys.report_key(gateway)` unde
 * `dropped` is complete up to `exported` and in the ranges of `ahead`: a number there that is in no object
   and in no range of `dropped` was lost after its upload. The newest thousand ranges are exact. Older ranges
   may be joined across uploaded numbers, with the reason `joined:<count>`: `count` numbers of the range were
-  legally dropped. If more than `count` are in no object, some were lost after their upload, and it is
-  unknown which: a reader must count all of them as lost.
+  legitimately dropped. If more than `count` are in no object, some were lost after their upload. Nobody can
+  tell which, so a reader must count all of them as lost.
 * Reasons: `overwritten`, `expired`, `purged`, `limits`, `memory`, `skipped`, `exported` (freed after
   an earlier upload), `filtered` (left out by `topics`, `reduce` or a plugin, where no object covers the
   numbers: see `bridge.filtered`), `before_start` (before the export's `startSequenceNumber`),
-  `joined:<count>`: all legal. `damaged` (stored bytes failed their check) and
+  `joined:<count>`: all legitimate. `damaged` (stored bytes failed their check) and
   `unknown` (missing without a known reason) are losses, and never joined.
-* Numbers from `exported` + 1 to `newest` are pending on the gateway, but for those in `ahead`.
-* `ahead` is there, perhaps empty, if objects may go ahead of older messages. The exporter writes a report
-  with it before it uploads the first object. Between later objects there may then be numbers above `newest`
-  that are pending; without `ahead`, such numbers are lost. Versions up to 0.2.1 do not write it, and
-  readers of those versions take what is pending above `newest` for lost until the next report.
-* A range may be both in `dropped` and in an object, if an upload's answer was lost and the messages
-  were dropped before the next attempt: the object counts. If such ranges are joined, as many others
-  could be lost there unnoticed; that takes all of this, and a range older than the newest thousand.
-* A stream is listed while it exists on the gateway and is exported to this place. Of several exports to
-  the same place, the most advanced is listed.
+* Numbers from `exported` + 1 to `newest` are pending on the gateway, except those in `ahead`.
+* `ahead` is present, perhaps empty, if newer messages may be uploaded before older ones. The exporter writes
+  a report with it before it uploads the first object. Then numbers above `newest` that are missing between
+  later objects may be pending; without `ahead`, they are lost. Versions up to 0.2.1 do not write it, and
+  readers of those versions take numbers that are pending above `newest` for lost until the next report.
+* A range may be both in `dropped` and in an object, if the answer to an upload was lost and the messages were
+  dropped before the next attempt. Then the object counts. If such a range is joined, the same number of other
+  losses in it could go unnoticed. This requires both events, in a range older than the newest thousand.
+* A stream is listed while it exists on the gateway and is exported to this place. If several exports have the
+  same place, the most advanced one is listed.
 """
 
 from __future__ import annotations
@@ -81,5 +81,5 @@ def gateway_report(gateway: str, updated: int, exports: Iterable[Progress]) -> b
 def _version() -> str:
     try:
         return version("streambridge")
-    except PackageNotFoundError:  # the sources alone
+    except PackageNotFoundError:  # it runs from the sources, without an installation
         return "unknown"

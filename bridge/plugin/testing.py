@@ -1,4 +1,4 @@
-"""The exporter contract as tests to inherit.
+"""The exporter contract, as tests to inherit.
 
     class TestKafka(ExporterContract):
         exporter = KafkaExporter
@@ -8,9 +8,9 @@
         def delivered(self): return [int(m.split()[1]) for m in the_topic()]
 
         @contextmanager
-        def unreachable(self): ...          # one method for each fault of the destination
+        def unreachable(self): ...          # one context manager for each fault of the destination
         faults = ("unreachable",)
-        delays = ()                         # and for each way to be slow
+        delays = ()                         # and for each way in which it is slow
 
 pytest finds the inherited tests; nothing here needs pytest itself. The suite calls the exporter as
 the export worker does: from one thread, with batches in order, and with retries.
@@ -31,7 +31,7 @@ ATTEMPTS = 10
 
 
 def make_batch(payloads: Sequence[bytes], first: int = 0, topic: str = "plant/1/temperature") -> Batch:
-    """A batch of one record per payload, numbered from `first`."""
+    """Make a batch of one record per payload, numbered from `first`."""
     now = time.time_ns() // 1_000_000
     records = [Record(first + n, now, topic, payload) for n, payload in enumerate(payloads)]
     return Batch("gateway", "stream", 1_700_000_000_000, first, first + len(records) - 1, records)
@@ -46,7 +46,7 @@ def attempt(exporter: Exporter, batch: Batch) -> Outcome:
 
 
 def deliver(exporter: Exporter, batch: Batch, attempts: int = ATTEMPTS) -> dict[int, str]:
-    """Export and retry until all is settled; return the rejected records by sequence number."""
+    """Export and retry until all records are settled. Return the rejected ones by sequence number."""
     rejected: dict[int, str] = {}
     for number in range(1, attempts + 1):
         outcome = attempt(exporter, batch)
@@ -73,7 +73,7 @@ def check_outcome(outcome: object, batch: Batch) -> None:
 
 
 class ExporterContract:
-    """Inherit it, and override the first part."""
+    """Inherit this class, and override its first part."""
 
     exporter: ClassVar[type[Exporter]]  # the class to test
     faults: ClassVar[Sequence[str]] = ()  # names of context managers that break the destination
@@ -82,37 +82,37 @@ class ExporterContract:
     ordered: ClassVar[bool] = True  # whether records arrive in the order of their numbers
 
     def config(self) -> Mapping[str, Any]:
-        """A configuration in wire format (camelCase)."""
+        """Return a configuration in wire format (camelCase)."""
         raise AssertionError("config() is missing")
 
     def payload(self, number: int) -> bytes:
-        """A payload that the exporter accepts."""
+        """Return a payload that the exporter accepts."""
         return b"message %d" % number
 
     def delivered(self) -> list[int]:
-        """The numbers whose payloads are at the destination, in order of arrival."""
+        """Return the numbers whose payloads are at the destination, in order of arrival."""
         raise AssertionError("delivered() is missing")
 
     def context(self) -> Context:
-        """The context that exporters get."""
+        """Return the context that exporters get."""
         return Context()
 
     def make(self) -> Exporter:
-        """An exporter with the configuration."""
+        """Make an exporter with the configuration."""
         return self.exporter(convert_config(self.exporter, self.config()), self.context())
 
     def payloads(self, count: int, first: int = 0) -> list[bytes]:
-        """`count` valid payloads."""
+        """Return `count` valid payloads."""
         return [self.payload(first + n) for n in range(count)]
 
     def batch_size(self) -> int:
-        """The size of the batches of these tests: what the exporter accepts, at most 20."""
+        """Return the size of the test batches: as many records as the exporter accepts, up to 20."""
         return min(self.exporter.limits.records or 20, 20)
 
     # --- the contract
 
     def test_the_configuration_is_read_and_unknown_keys_are_errors(self) -> None:
-        """A mistake in a definition is found when it is made, not when data waits."""
+        """A mistake in a definition is found at once, not when data waits."""
         convert_config(self.exporter, self.config())
         try:
             convert_config(self.exporter, {**self.config(), "noSuchKey": 1})
@@ -131,9 +131,9 @@ class ExporterContract:
         assert not self.ordered or found == sorted(found), f"out of order: {found}"
 
     def test_a_batch_may_be_sent_twice(self) -> None:
-        """After a crash the last batch comes again, to a new instance."""
+        """After a crash, a new instance gets the last batch again."""
         size = self.batch_size()
-        batch = make_batch(self.payloads(size))  # made once, so that the times are the same too
+        batch = make_batch(self.payloads(size))  # made only once, so that its times stay the same
         for _ in range(2):
             exporter = self.make()
             assert deliver(exporter, batch) == {}
@@ -141,7 +141,7 @@ class ExporterContract:
         assert set(self.delivered()) == set(range(size))
 
     def test_a_batch_may_lack_what_filters_leave_out(self) -> None:
-        """At its ends and in the middle, if the exporter declares it; also when it is sent twice."""
+        """At its ends and in the middle, if the exporter declares it, and even if it is sent twice."""
         if not self.exporter.limits.declares_filtered:
             return
         size = self.batch_size()
@@ -182,7 +182,7 @@ class ExporterContract:
             first += size
 
     def test_slow_answers_are_awaited(self) -> None:
-        """A batch whose answer is late is not sent twice."""
+        """A batch with a late answer is not sent twice."""
         first, size = 0, self.batch_size()
         for delay in self.delays:
             exporter = self.make()
@@ -199,7 +199,7 @@ class ExporterContract:
             first += size
 
     def test_a_record_that_can_never_succeed_is_rejected_alone(self) -> None:
-        """The others of its batch arrive."""
+        """The other records of its batch arrive."""
         if self.poison is None:
             return
         size = self.batch_size()
@@ -212,7 +212,7 @@ class ExporterContract:
         assert set(self.delivered()) == set(range(size)) - {bad}
 
     def test_closing_always_works(self) -> None:
-        """Also before the first batch, after a failed one, and while the destination is down."""
+        """Even before the first batch, after a failed one, and while the destination is down."""
         self.make().close()
         for fault in self.faults:
             exporter = self.make()

@@ -1,45 +1,45 @@
-"""What the hook `transform_records` remembers from batch to batch: a small map, stored with the position.
+"""The state that the hook `transform_records` keeps between batches: a small map, stored with the position.
 
-The state belongs to a position: it holds what was set at records below it, and nothing of later ones. A batch
-that is retried, also after a crash, is therefore transformed with the state of its first attempt.
+The state belongs to a position: it has the values that were set at records below it, and none of later ones.
+So a batch that is retried, even after a crash, is transformed with the state of its first attempt.
 
-    stored = entry ...                    the entry that was set longest ago comes first
+    stored = entry ...                    the entry that was set first comes first
     entry  = key length u8 | value length u16 | key | value         (big-endian)
 
-The entry with the empty key has the rules of `reduce` of the batch that begins at the position.
+The entry with the empty key has the `reduce` rules of the batch that begins at the position.
 """
 
 from __future__ import annotations
 
 import struct
 
-MAX_STATE = 64 * 1024  # bytes of all entries; those that were set longest ago are forgotten
+MAX_STATE = 64 * 1024  # bytes of all entries; the least recently set ones are forgotten
 MAX_KEY, MAX_VALUE = 255, 32 * 1024
 _HEAD = struct.Struct(">BH")
 
 
 class TransformState:
-    """A map from keys to values, both bytes; the plugins of an export share it.
+    """A map of bytes to bytes that the plugins of an export share.
 
-    Keys of 1 to 255 bytes should begin with the name of the plugin; a value has at most 32 KiB. All
-    together have at most 64 KiB: beyond that, the entries that were set longest ago are forgotten.
+    A key has 1 to 255 bytes and should begin with the name of the plugin; a value has at most 32 KiB. All
+    entries together have at most 64 KiB. Beyond that, the least recently set ones are forgotten.
     """
 
     def __init__(self, stored: bytes = b"") -> None:
-        """Read what `stored` has returned; raises ValueError if it is not that."""
+        """Read a result of `stored`. Raises ValueError if it is not one."""
         self._kept = dict(_entries(stored))
         self.rules = self._kept.pop(b"", b"")
         self._size = sum(_HEAD.size + len(key) + len(value) for key, value in self._kept.items())
-        self._changes: list[tuple[int, bytes, bytes]] = []  # what was set at records from the position on
+        self._changes: list[tuple[int, bytes, bytes]] = []  # values set at records from the position on
         self._latest: dict[bytes, bytes] = {}
 
     def get(self, key: bytes) -> bytes | None:
-        """The value of a key as it was set last; None if it was never set, or was forgotten."""
+        """Return the value of a key; None if it was never set, or was forgotten."""
         value = self._latest.get(key)
         return self._kept.get(key) if value is None else value
 
     def set(self, number: int, key: bytes, value: bytes) -> None:
-        """Set a value, from the record with this sequence number on; raises ValueError if it is too large."""
+        """Set a value from the record with this sequence number on. Raises ValueError if it is too large."""
         if not 0 < len(key) <= MAX_KEY or len(value) > MAX_VALUE:
             raise ValueError(
                 f"a key has 1 to {MAX_KEY} bytes, not {len(key)}, and a value at most {MAX_VALUE}, "
@@ -51,12 +51,12 @@ class TransformState:
     # --- for streambridge
 
     def rewind(self) -> None:
-        """Forget what was set at records from the position on: they are transformed again."""
+        """Forget values set at records from the position on, which are transformed again."""
         self._changes.clear()
         self._latest.clear()
 
     def advance(self, position: int) -> None:
-        """Move to a later position: what was set at records below it stays."""
+        """Move to a later position. Values set at records below it stay."""
         ahead = []
         for change in self._changes:
             number, key, value = change
@@ -64,7 +64,7 @@ class TransformState:
                 self._size += _HEAD.size + len(key) + len(value)
                 if (before := self._kept.pop(key, None)) is not None:
                     self._size -= _HEAD.size + len(key) + len(before)
-                self._kept[key] = value  # at the end: it was set last
+                self._kept[key] = value  # at the end, because it was set last
             else:
                 ahead.append(change)
         self._changes = ahead
@@ -75,7 +75,7 @@ class TransformState:
             self._size -= _HEAD.size + len(key) + len(self._kept.pop(key))
 
     def stored(self) -> bytes:
-        """The state at the position; empty if there is nothing to remember. At most `MAX_STATE` bytes."""
+        """Return the state at the position, at most `MAX_STATE` bytes; empty if there is nothing to keep."""
         rules = [(b"", self.rules)] if self.rules else []
         parts = []
         for key, value in (*self._kept.items(), *rules):

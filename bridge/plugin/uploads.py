@@ -1,4 +1,4 @@
-"""The input of the S3 export task executor: task definitions, key placeholders, input URLs.
+"""The input of the S3 task executor: task definitions, key placeholders, input URLs.
 
 The formats are those of the AWS Stream Manager SDK (S3ExportTaskDefinition, StatusMessage). A
 placeholder `!{timestamp:PATTERN}` in a key is filled with the time of the first attempt, in UTC.
@@ -50,7 +50,7 @@ class TaskDefinition(Struct, rename="camel", kw_only=True, frozen=True):
     user_metadata: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise ValueError for impossible values; after decoding, so that a status message shows them."""
+        """Raise ValueError for impossible values; after decoding, so that a status message can show them."""
         for name, value, least, most in (("bucket", self.bucket, 3, 63), ("key", self.key, 1, MAX_KEY)):
             if not least <= len(value) <= most:
                 raise ValueError(f"{name}: it has {len(value)} characters; {least} to {most} are allowed")
@@ -59,9 +59,9 @@ class TaskDefinition(Struct, rename="camel", kw_only=True, frozen=True):
             raise ValueError(f"userMetadata: names that begin with $aws-gg- are reserved: {reserved[0]}")
 
     def metadata(self) -> dict[str, str]:
-        """The metadata in S3's form; raises ValueError for what an HTTP header cannot hold.
+        """Return the metadata in S3's form. Raises ValueError for values that an HTTP header cannot carry.
 
-        The SDK accepts numbers, S3 only strings.
+        The SDK accepts numbers, but S3 only strings.
         """
         found = {name.lower(): str(value) for name, value in self.user_metadata.items()}
         for name, value in found.items():
@@ -73,7 +73,7 @@ class TaskDefinition(Struct, rename="camel", kw_only=True, frozen=True):
         return found
 
     def path(self) -> Path:
-        """The file that the input URL names; raises ValueError."""
+        """Return the file that the input URL names. Raises ValueError."""
         url = urlsplit(self.input_url)
         if url.scheme not in ("", "file") or url.netloc not in ("", "localhost"):
             raise ValueError(f"inputUrl {self.input_url!r} is not a file of this machine; use file:/path")
@@ -85,7 +85,7 @@ class TaskDefinition(Struct, rename="camel", kw_only=True, frozen=True):
 
 
 def resolve_key(key: str, now: datetime) -> str:
-    """Fill the placeholders of a key; raises ValueError for an unknown one."""
+    """Fill the placeholders of a key. Raises ValueError for an unknown one."""
 
     def fill(found: re.Match[str]) -> str:
         if found[1] != "timestamp":
