@@ -1,17 +1,17 @@
-"""Group commit on the event loop: what arrives while a group is being written forms the next one.
+"""Group commit on the event loop: messages that arrive while a group is written form the next one.
 
 * Streams that do not flush on write are written on the loop itself (into the page cache), once per
   turn of the loop; every `sync_interval` their files are synced in a worker thread.
-* Streams that flush on write are written and synced in a worker thread each, several streams at the
-  same time; the loop continues to read sockets. Never two syncs of one stream at a time: the kernel reports
-  an error to only one of them. On a slow disk the next group waits for the clients that have just been
+* Streams that flush on write are each written and synced in a worker thread, several at the same time, while
+  the loop continues to read sockets. One stream never has two syncs at a time, because the kernel reports an
+  error to only one of them. On a slow disk the next group waits for the clients that have just been
   notified (see `pace`).
-* A disk whose last `PROVEN` syncs took less than `QUICK` each is faster than a change of threads and back
-  is worth. Then a small group that is alone in its turn is synced on the loop. A single slower sync ends
-  that until the disk has proven itself again.
+* If each of the last `PROVEN` syncs took less than `QUICK`, a sync is cheaper than switching to a thread and
+  back. Then a small group that is alone in its turn is synced on the loop. A single slower sync ends this
+  until the disk has proven itself again.
 * On a full disk, space is freed at once and the group is written again. First obsolete files are deleted,
   then segments that the stream's settings allow to drop, then exported segments of other streams on the same
-  file system. The loop waits for the disk meanwhile: this is rare, and nothing else could be stored.
+  file system. Meanwhile the loop waits for the disk; this is rare, and nothing else could be stored.
 * Back-pressure: `on_pressure` is called when more than `HIGH` bytes are pending in all streams together, and
   again when it is less than `LOW`. The front ends stop and start reading.
 """
@@ -32,7 +32,7 @@ HIGH = 8 * 1024 * 1024
 LOW = 1024 * 1024
 QUICK = 0.001  # seconds
 PROVEN = 16  # syncs
-SMALL = 100  # messages: while a larger group is synced, the loop has better things to do
+SMALL = 100  # messages; while a larger group is synced, the loop should do other work
 FULL_DISK = "the file system is full"
 
 
@@ -42,10 +42,10 @@ class Committer:
     def __init__(
         self, on_event: Callable[[str, str], None], streams: Mapping[str, Stream], runtime: Runtime
     ) -> None:
-        """`streams` are all streams of the store."""
+        """`streams` has all streams of the store."""
         self._on_event, self._streams, self._runtime = on_event, streams, runtime
         self._dirty: list[Stream] = []
-        self._gathering = False  # `gather` commits what is scheduled now
+        self._gathering = False  # `gather` commits the groups that are scheduled now
         self._flights = 0  # groups in worker threads
         self._pending_bytes: dict[Stream, int] = {}
         self._total = 0
@@ -65,7 +65,7 @@ class Committer:
         self._dirty.append(stream)
 
     def gather(self, do: Callable[[], None]) -> None:
-        """Call `do`, and commit at once what it appends: it has all that there is for now."""
+        """Call `do`, which appends everything that has arrived, and commit that at once."""
         self._gathering = True
         try:
             do()
@@ -77,7 +77,7 @@ class Committer:
     def _run(self) -> None:
         dirty, self._dirty = self._dirty, []
         for stream in dirty:
-            # Otherwise the end of its current work starts the next group.
+            # If it is busy, the end of its current work starts the next group.
             if not stream.busy and not (stream.settings.flush and stream in self._syncing):
                 if stream in self._paces and stream.settings.flush and self._hold(stream):
                     continue
@@ -90,7 +90,7 @@ class Committer:
             self.update_pressure(stream)
 
     def _hold(self, stream: Stream) -> bool:
-        """Whether the stream's next group waits for more; the next message or a timer schedules it."""
+        """Return whether the next group waits for more messages; the next one or a timer schedules it."""
         pace, now = self._paces[stream], self._runtime.now()
         if not self.under_pressure and pace.wants_more(now, stream.queue.pending):
             stream.queue.postpone()
@@ -151,10 +151,11 @@ class Committer:
     def _retry(
         self, stream: Stream, staged: Staged, error: OSError, *, first: bool
     ) -> tuple[Staged | None, OSError, bool]:
-        """Stage a group again whose write failed, if that may help.
+        """Stage a group whose write failed again, if that may help.
 
-        It may if space was freed on a full disk, or, at the `first` failure of a group that is synced, in a
-        new segment. Returns the group or None, the last error, and whether the next failure is the first.
+        It may help if space was freed on a full disk, or in a new segment, after the `first` failure of a
+        group that is synced. Returns the group or None, the last error, and whether the next failure is the
+        first.
         """
         while True:
             elsewhere = False
@@ -173,7 +174,7 @@ class Committer:
             return again, error, first
 
     def _submit(self, stream: Stream, staged: Staged, *, first: bool) -> None:
-        """Write and sync in a worker thread, with a callback: a task would cost more."""
+        """Write and sync in a worker thread, with a callback, because a task would cost more."""
         self._runtime.work(
             partial(stream.write, staged, sync=True), partial(self._written, stream, staged, first)
         )
@@ -250,7 +251,7 @@ class Committer:
             self.schedule(stream)
 
     def _rewrite(self, stream: Stream, error: BaseException) -> None:
-        """A background sync failed: rewrite the files that are not on the disk."""
+        """After a failed background sync, rewrite the files that are not on the disk."""
         stream.begin_rewrite()
         lost: list[tuple[int, int]] = []
         self._runtime.work(
@@ -305,7 +306,7 @@ class Committer:
                     self.free_space(holding, DISK_ROOM, exported_only=True)
 
     def free_space(self, stream: Stream, needed: int, *, exported_only: bool = False) -> bool:
-        """Free space for a stream on a full disk, if possible `needed` bytes; whether a file was deleted."""
+        """Free space on a full disk, if possible `needed` bytes. Returns whether a file was deleted."""
         self._freeing = True
         try:
             if stream.obsolete.any():
@@ -331,7 +332,7 @@ class Committer:
         return False
 
     def _delete_now(self, stream: Stream) -> bool:
-        """Delete a stream's obsolete files, also those that a worker thread is about to delete."""
+        """Delete a stream's obsolete files, even those that a worker thread is about to delete."""
         try:
             return stream.obsolete.delete_now(stream.oldest)
         except OSError as error:

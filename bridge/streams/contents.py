@@ -1,8 +1,8 @@
-"""What one stream has stored: its segments, the numbers that are gone, and how damage is set aside.
+"""The stored messages of one stream: its segments, the dropped numbers, and the quarantine of damage.
 
-`Stream` extends this with appends and commits. The policies (limits, deduplication) read it and return what
-is to be dropped; only `Stream` drops. Reading can meet damage. It is set aside first, so that nothing is
-dropped that can still be read.
+`Stream` extends this with appends and commits. The policies (limits, deduplication) read it and return ranges
+to drop; only `Stream` drops them. If a read finds damage, that is quarantined first, so no readable message
+is dropped.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ class Contents:
     ) -> None:
         """Open the files; raises OSError, or StorageFailed if they are encrypted and a key is missing.
 
-        `home` holds the definition, `data` the segments. `floor` is the lowest number that the next message
-        may have. `delete` is called when there are obsolete files.
+        `home` has the definition, `data` the segments. `floor` is the lowest number that the next message may
+        have. `delete` is called when there are obsolete files.
         """
         self.files, self.home, self.directory, self.meta = files, home, data, meta
         self.clock, self.keys = clock, keys
         self._delete, self._on_event = delete, on_event
         self.counters: dict[str, int] = {}
         self.exported_upto: int | None = None  # all exports have passed the numbers below; None: no exports
-        self.oldest = 0  # all numbers below are gone
-        self._damaged = set[int]()  # segments with damage that could not be set aside yet
+        self.oldest = 0  # all lower numbers were dropped
+        self._damaged = set[int]()  # segments with damage that could not be quarantined yet
         sealing = Sealing(keys, data.name) if keys is not None else None
         damage = recovery.repair_drops(files, data, meta)
         self.drops = DropLog(files, data)
-        if self.drops.ranges:  # also when the segment with the last frame has lost that frame
+        if self.drops.ranges:  # even if the last segment has lost its last frame
             floor = max(floor, self.drops.ranges[-1].last + 1)
         self.log = SegmentLog(files, data, meta, self.drops, clock, sealing)  # policies only read it
         self.log.open(floor)
@@ -78,7 +78,7 @@ class Contents:
 
     @property
     def epoch(self) -> int:
-        """When the stream was created, Unix time in ms."""
+        """Return the time of creation, Unix time in ms."""
         return self.meta.epoch
 
     @property
@@ -92,7 +92,7 @@ class Contents:
 
     @property
     def lasting(self) -> bool:
-        """Whether what is committed survives the end of this process."""
+        """Return whether committed messages survive the end of this process."""
         return not self.settings.memory
 
     @property
@@ -101,15 +101,15 @@ class Contents:
 
     @property
     def busy(self) -> bool:
-        """Whether a group is in flight, or files are being rewritten: the active segment must stay."""
+        """Return whether the active segment must stay: a group is in flight, or files are rewritten."""
         raise NotImplementedError
 
     def count(self, what: str, number: int = 1) -> None:
-        """Increase a counter that operators see."""
+        """Increase a counter that is shown to operators."""
         self.counters[what] = self.counters.get(what, 0) + number
 
     def encryption(self) -> EncryptionStatus:
-        """Whether what is stored is encrypted."""
+        """Return whether the stored messages are encrypted, and how many segments are not."""
         return encryption_status(
             wanted=self.settings.encryption,
             active=self.log.active.opening is not None,
@@ -119,7 +119,7 @@ class Contents:
 
     # -- reading ---------------------------------------------------------------------------------
     def live_messages(self) -> int:
-        """How many messages can be read: numbers that were given and not dropped."""
+        """Return how many messages can be read: those that were committed and not dropped."""
         return self.log.next - self.drops.number
 
     def reader(self) -> StreamReader:
@@ -141,17 +141,17 @@ class Contents:
         return self.exported_upto is not None and self.exported_upto < self.next_sequence
 
     def ingest_time(self, number: int) -> int | None:
-        """When a message was received, Unix time in ms; None if it cannot be read now."""
+        """Return when a message was received, Unix time in ms; None if it cannot be read now."""
         with contextlib.suppress(OSError, CorruptData), contextlib.closing(self.reader()) as reader:
             found = reader.moment_of(number, number + 1)
             return None if found is None else found.time
         return None
 
     def frames(self, start: int, end: int) -> Iterator[tuple[bytes, Frame]]:
-        """The sound frames with numbers of start..end-1, in order, each with its buffer; raises OSError.
+        """Yield the valid frames with numbers of start..end-1, in order, with their buffers. Raises OSError.
 
-        If damage cannot be set aside now, the rest of its segment is skipped; `Stream.maintain` repairs it
-        later.
+        If damage cannot be quarantined now, the rest of its segment is skipped, and `Stream.maintain` repairs
+        it later.
         """
         position, repaired = start, set[int]()
         with contextlib.closing(self.reader()) as reader:
@@ -170,7 +170,7 @@ class Contents:
                     repaired.add(error.segment)
 
     def summary(self, base: int) -> SegmentSummary:
-        """What a segment holds. Sets aside damage that it meets; raises OSError."""
+        """Return the summary of a segment. Quarantines damage that it finds. Raises OSError."""
         known = len(self.log.damage)
         found = self.log.summary(base)
         self._report(self.log.damage[known:])
@@ -178,7 +178,7 @@ class Contents:
 
     # -- damage ----------------------------------------------------------------------------------
     def repair(self, base: int) -> bool:
-        """Check a segment and set its damage aside; False: not now, `maintain` will. Raises OSError."""
+        """Check a segment and quarantine its damage; False if `maintain` must do it later. Raises OSError."""
         if self.busy or base not in self.log.sizes or self.log.is_syncing(base):
             self._damaged.add(base)
             return False
@@ -195,7 +195,7 @@ class Contents:
 
     # -- what is gone ----------------------------------------------------------------------------
     def _record(self, ranges: Ranges, reason: DropReason) -> int:
-        """Record a drop; returns how many messages it was."""
+        """Record a drop. Returns the number of messages."""
         dropped = self.drops.record(ranges, self.clock.wall(), reason)
         number = sum(drop.last - drop.first + 1 for drop in dropped)
         if number:
@@ -203,9 +203,9 @@ class Contents:
         return number
 
     def _drop_obsolete(self) -> None:
-        """Drop the segments at the front that hold no live message; the active one stays.
+        """Drop leading segments without live messages, except the active one.
 
-        A worker thread deletes their files. If the disk refuses, it is retried later.
+        A worker thread deletes their files. A failure is retried later.
         """
         log = self.log
         if log.frozen:

@@ -1,10 +1,10 @@
 """The deduplication window of a stream: recent message ids, and the numbers of their messages.
 
 An append with an id in the window is acknowledged with the first message's number and not stored again (as
-NATS JetStream does with Nats-Msg-Id). Ids are stored with their messages. After a restart, the segments that
-the window covers are read, and it is the same as before.
+NATS JetStream does with Nats-Msg-Id). Ids are stored with their messages. A restart restores the window from
+the segments that it covers.
 
-A stream without a window in its settings begins one with the first id: `DEFAULT` ms and at most `MOST` ids,
+A stream without a window in its settings gets one with the first id: `DEFAULT` ms and at most `MOST` ids,
 enough for a client that repeats an append whose reply was lost.
 """
 
@@ -15,13 +15,13 @@ from collections import deque
 from bridge.streams import segment
 from bridge.streams.contents import Contents
 
-SCOPED = b"\0mqtt\0"  # what the ids of MQTT clients begin with (`mqtt.broker.receipts`), and no others
+SCOPED = b"\0mqtt\0"  # the prefix of ids from MQTT clients only (`mqtt.broker.receipts`)
 DEFAULT = 120_000
 MOST = 100_000
 
 
 class Window:
-    """Message ids of the last `length` ms (None: the default). Times are in ms on the age timeline."""
+    """The message ids of the last `length` ms (None: the default). Times are in ms on the age timeline."""
 
     def __init__(self, length: int | None) -> None:
         self.configure(length)
@@ -29,7 +29,7 @@ class Window:
         self._ages: deque[tuple[int, int, bytes]] = deque()  # time, number, id
 
     def configure(self, length: int | None) -> None:
-        """Change the length; the default is also bounded in number."""
+        """Change the length. The default window is also bounded in number."""
         self.length = DEFAULT if length is None else length
         self._most = MOST if length is None else None
 
@@ -38,7 +38,7 @@ class Window:
         return bool(self._numbers)
 
     def find(self, message_id: bytes) -> int | None:
-        """The number of the message that had this id, if it is in the window."""
+        """Return the number of the message with this id; None if it is not in the window."""
         return self._numbers.get(message_id)
 
     def add(self, message_id: bytes, number: int, now: int) -> None:
@@ -56,7 +56,7 @@ class Window:
                 del self._numbers[message_id]
 
     def forget(self, number: int) -> None:
-        """Forget the ids of messages from `number` on: they were not stored."""
+        """Forget the ids of messages from `number` on, which were not stored."""
         while self._ages and self._ages[-1][1] >= number:
             del self._numbers[self._ages.pop()[2]]
 
@@ -65,7 +65,7 @@ class Window:
         start = end = stream.log.next
         for base in reversed(list(stream.log.sizes)):
             summary = stream.summary(base)
-            if summary.entries and summary.last_age + self.length < now:  # an empty one says nothing
+            if summary.entries and summary.last_age + self.length < now:  # skip an empty segment
                 break
             start = base
         for data, frame in stream.frames(start, end):

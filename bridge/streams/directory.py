@@ -1,7 +1,7 @@
-"""The files of one stream's directory as its only writer uses them, from the event loop and from threads.
+"""The files of one stream's directory, for its only writer, which uses the event loop and threads.
 
-A stream may be deleted, and created again under its name, while a thread still works for it. From then on
-nothing is made, renamed or deleted here.
+A stream may be deleted, and created again under its name, while a thread still works for it. From then on,
+this object creates, renames and deletes nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bridge.streams.layout import Files
 
 
 class Directory:
-    """Makes, replaces and deletes files, and closes them when no thread uses them."""
+    """Creates, replaces and deletes files, and closes them when no thread uses them."""
 
     def __init__(self, files: Files, path: Path) -> None:
         self.files, self.path = files, path
@@ -34,9 +34,9 @@ class Directory:
         return self._pins > 0
 
     def pin(self) -> None:
-        """A worker thread begins to use our descriptors: none is closed until `unpin`.
+        """Keep all descriptors open for a worker thread, until `unpin`.
 
-        The kernel gives the number of a closed descriptor to the next file that is opened.
+        Otherwise the kernel could give the number of a closed descriptor to the next file.
         """
         self._pins += 1
 
@@ -56,7 +56,7 @@ class Directory:
 
     # -- names -----------------------------------------------------------------------------------
     def abandon(self, home: Path, name: Path) -> None:
-        """Delete the stream: rename its definition's directory `home` to `name`; raises OSError."""
+        """Delete the stream by renaming its definition's directory `home` to `name`. Raises OSError."""
         with self._gate:
             home.rename(name)
             self._abandoned = True
@@ -71,9 +71,9 @@ class Directory:
             raise OSError(ESTALE, "the stream was deleted")
 
     def make(self, path: Path, content: bytes) -> int:
-        """Make a file, and return its descriptor; raises OSError, and then there is none."""
+        """Create a file and return its descriptor. After an OSError, the file does not exist."""
         fd = self._open(path)
-        self._leftovers.discard(path)  # it is no leftover any more
+        self._leftovers.discard(path)  # it is used again
         try:
             self.files.write(fd, [content], 0)
         except OSError:
@@ -82,18 +82,18 @@ class Directory:
         return fd
 
     def discard(self, path: Path, fd: int) -> None:
-        """Delete a file that was made for a failed group; if that fails too, it is retried by the next."""
+        """Delete a file that was created for a failed group. The next group retries a failure."""
         try:
             self.files.truncate(fd, 0)
             with self._gate:
-                if not self._abandoned:  # else the name may be a new stream's
+                if not self._abandoned:  # if it is, a new stream may use the name
                     self.files.unlink(path)
         except OSError:
             self._leftovers.add(path)
         self.retire(fd)
 
     def remove_leftovers(self) -> None:
-        """Delete what `discard` could not; raises OSError."""
+        """Delete the files that `discard` could not. Raises OSError."""
         if self._leftovers:
             for path in list(self._leftovers):
                 self.files.unlink(path)
@@ -101,9 +101,9 @@ class Directory:
             self.files.sync_directory(self.path)
 
     def rewrite(self, path: Path, parts: list[bytes]) -> int:
-        """Replace a file by a new one, and return its descriptor; raises OSError.
+        """Replace a file, and return the descriptor of the new one. Raises OSError.
 
-        It gets the old one's name once it is on the disk, so a crash at any instant leaves one or the other.
+        The new file gets the name once it is on the disk, so a crash at any instant leaves one or the other.
         """
         spare = path.with_name(path.name + layout.TEMPORARY)
         fd = self._open(spare)
@@ -119,9 +119,9 @@ class Directory:
         return fd
 
     def delete(self, segments: list[Path], *, cut: bool) -> None:
-        """Delete segments and their indexes, if they exist; raises OSError.
+        """Delete segments and their indexes, if they exist. Raises OSError.
 
-        `cut`: free the space at once, also of a file that a reader has open.
+        `cut`: free the space at once, even of a file that a reader has open.
         """
         for path in segments:
             with self._gate:
@@ -151,13 +151,13 @@ class ObsoleteSegments:
         self._deleting: list[Path] | None = None  # by a worker thread
 
     def any(self) -> bool:
-        """Whether there are such files."""
+        """Return whether there are such files."""
         return bool(self._deleting or self.pending)
 
     def begin(self, oldest: int) -> list[Path]:
-        """Files for a worker thread to `delete`; call `end` afterwards.
+        """Return files for a worker thread to `delete`; call `end` afterwards.
 
-        There are none while a thread is deleting, or if `drops.log` cannot record all drops below `oldest`.
+        Returns none while a thread is deleting, or if `drops.log` cannot record all drops below `oldest`.
         """
         if self._deleting is not None or not self.pending or not self._drops.explains(oldest):
             return []
@@ -165,27 +165,27 @@ class ObsoleteSegments:
         return self._deleting
 
     def delete(self, paths: list[Path], *, cut: bool = False) -> None:
-        """Delete files; raises OSError. May run in a thread. Files that are gone already are no error.
+        """Delete files, which need not exist. Raises OSError. May run in a thread.
 
-        Syncs `drops.log` first: otherwise an intended drop could look like a loss after a power cut. `cut`:
-        free the space at once, also of a file that a reader has open; the reader sees the drop.
+        Syncs `drops.log` first; otherwise an intended drop could look like a loss after a power cut. `cut`:
+        free the space at once, even of a file that a reader has open; the reader sees the drop.
         """
         self._drops.sync()
         self._directory.delete(paths, cut=cut)
 
     def end(self, *, failed: bool) -> None:
-        """A worker thread is done; files that it failed to delete are pending again."""
+        """End the work of a thread; files that it failed to delete are pending again."""
         deleting, self._deleting = self._deleting or [], None
         if failed:
             self.pending = deleting + self.pending
 
     def delete_now(self, oldest: int) -> bool:
-        """Delete all, also those that a worker thread is about to; False as in `begin`. Raises OSError."""
+        """Delete all, even those that a thread is about to delete; False as in `begin`. Raises OSError."""
         if not self._drops.explains(oldest):
             return False
         self.delete([*(self._deleting or ()), *self.pending], cut=True)
         self.pending = []
         if self._deleting is not None:
             self._deleting = []
-        self._drops.save()  # it preallocates first: without that nothing can be freed next time
+        self._drops.save()  # preallocates first; without space for records, nothing could be freed next time
         return True

@@ -1,11 +1,11 @@
-"""The `headers` of a stored message: what a stream keeps of a PUBLISH beside topic and payload.
+"""The `headers` of a stored message: what a stream keeps of a PUBLISH besides topic and payload.
 
-A msgpack map without the keys that have their default; b"" if all have (the usual case). `decode` skips
-unknown keys, so keys may be added.
+They are a msgpack map without the keys that have their default, or b"" if all have it (the usual case).
+`decode` skips unknown keys, so keys may be added.
 
     key            value                                   from
     retain, dup    true                                    flags of the PUBLISH (3.1.1 section 3.3.1)
-    client, id     client id, packet id                    QoS 2: identify it, to store it once (4.3.3);
+    client, id     client id, packet id                    QoS 2, to store the message once (4.3.3);
                                                            the client id also if an export needs it
     user           [[name, value], ...] strings            MQTT 5 User Properties
     type           string                                  MQTT 5 Content Type
@@ -50,6 +50,6 @@ def decode(raw: bytes) -> Headers:
     return _decoder.decode(raw) if raw else _NONE
 
 
-# A flag alone is common: it is not encoded each time.
+# A message with only this flag is common, so it is encoded once.
 RETAIN = encode(Headers(retain=True))
 DUP = encode(Headers(dup=True))

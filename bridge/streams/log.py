@@ -1,18 +1,18 @@
-"""The segment files of one stream, as their only writer sees them.
+"""The segment files of one stream, for their only writer.
 
-States of a segment: *active* (the last one, written at its end), *closing* (sealed, but not yet
-known to be on the disk), *sealed* (on the disk, with an index beside it).
+States of a segment: *active* (the last one, to which groups are appended), *closing* (complete, but perhaps
+not on the disk yet), *sealed* (on the disk, with an index).
 
 A commit group goes through three steps, so that the middle one can run in a thread:
     stage              on the event loop: encode, plan the new segments that the group needs
-    write              in any thread: write, and with `sync` wait for the disk; changes only the files
+    write              in any thread: write, and with `sync` wait for the disk; only the files change
     commit or abort    on the event loop: make the group readable, or leave the files as they were
 
 After a failed sync the file's tail is not trusted: `replace_active` continues in a new segment.
 
-On a full disk no file can be made, and all messages of the active segment may be about to be dropped. Then
-the new active segment has no file until its first group is written: the old file can be deleted before that,
-and its space serves the new one. While no file shows the stream's next number, `drops.log` does.
+On a full disk no file can be created, and all messages of the active segment may be about to be dropped. Then
+the new active segment has no file until its first group is written. The old file can be deleted before that,
+and its space used for the new one. While no file shows the stream's next number, `drops.log` does.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SegmentLog:
     ) -> None:
         self._drops, self._clock, self._sealing = drops, clock, sealing
         self.encrypts = meta.settings.encryption  # whether new segments are sealed; `sealing` is needed then
-        self.openings: dict[int, int] = {}  # of the segments that are encrypted, by first number
+        self.openings: dict[int, int] = {}  # the opening keys of encrypted segments, by first number
         self._files, self._path, self._meta = files, directory, meta
         self.directory = Directory(files, directory)
         self._stager = Stager(directory, meta.epoch, meta.salt, sealing)
@@ -60,18 +60,18 @@ class SegmentLog:
         self.total_bytes = 0  # their sum
         self.closing: list[OpenSegment] = []
         self.damage: list[Damage] = []
-        self._tainted = False  # a failed write has left bytes in the active file that are no data
+        self._tainted = False  # a failed write has left invalid bytes in the active file
         self._suspect = False  # a sync failed; the kernel may not report the lost writes again
         self.obsolete = ObsoleteSegments(self.directory, drops)
         self._room = 0  # bytes to preallocate for groups that are synced in the background
-        self.frozen = False  # files are being rewritten: none may be deleted
+        self.frozen = False  # files are being rewritten, so none may be deleted
 
     # -- opening and closing ---------------------------------------------------------------------
     def open(self, first: int) -> None:
-        """Open the directory's segments, repairing what a crash or the disk has broken.
+        """Open the directory's segments and repair the effects of a crash or of the disk.
 
-        A directory without segments starts with number `first`. Raises OSError. An empty file was just
-        made, or was about to be removed: then all its messages were dropped (see `ObsoleteSegments`).
+        A directory without segments starts with number `first`. Raises OSError. An empty file had just been
+        created, or was about to be removed after all its messages were dropped (see `ObsoleteSegments`).
         """
         with os.scandir(self._path) as entries:
             found = {entry.name: entry for entry in entries}
@@ -98,7 +98,7 @@ class SegmentLog:
             self._note_opening(base, examined.opening)
             item = self._reopened(path, examined.summary, examined.opening)
             if following is not None:
-                self.closing.append(item)  # it may be in the page cache only: no index before a sync
+                self.closing.append(item)  # it may be only in the page cache: no index before a sync
             else:
                 self.active = item
         if not bases:
@@ -106,7 +106,7 @@ class SegmentLog:
         self.next = self.active.index.next
 
     def _examined(self, base: int, following: int | None) -> recovery.Examined:
-        """Raises OSError, or StorageFailed if the key of an encrypted segment is not there."""
+        """Open a segment. Raises OSError, or StorageFailed if the key of an encrypted one is missing."""
         try:
             return recovery.examine(
                 self._files, self._path, base, self._meta, following, self._drops, self._sealing
@@ -115,7 +115,7 @@ class SegmentLog:
             raise StorageFailed(str(error)) from None
 
     def _opening_of(self, base: int) -> int | None:
-        """The key that a sealed segment's frames are encrypted with, also if its header is damaged."""
+        """Return the key of a sealed segment's frames, even if its header is damaged."""
         if self._sealing is None:
             return None
         fd = self._files.open(layout.segment_path(self._path, base), os.O_RDONLY)
@@ -128,7 +128,7 @@ class SegmentLog:
         return recovery.opening_of(data, self._meta.epoch, self._meta.salt, base)
 
     def _note_opening(self, base: int, opening: int | None) -> None:
-        """Note whether a segment is encrypted; raises StorageFailed if its key is not there."""
+        """Record whether a segment is encrypted. Raises StorageFailed if its key is missing."""
         self.openings.pop(base, None)
         if opening is None:
             return
@@ -138,7 +138,7 @@ class SegmentLog:
             raise StorageFailed(f"{layout.segment_path(self._path, base)} is encrypted: {what}")
 
     def renew(self) -> None:
-        """Continue in a new segment if the active one is encrypted and should not be, or the other way round.
+        """Continue in a new segment if the encryption of the active one is not as the settings say.
 
         Nothing may be in flight. Raises OSError.
         """
@@ -162,7 +162,7 @@ class SegmentLog:
         index = Indexer(summary.base)
         index.next, index.entries = summary.next, summary.entries
         index.last_age, index.data_bytes = summary.last_age, summary.data_bytes
-        # What is synced is unknown: the next sync covers all of it.
+        # It is unknown how much is synced, so the next sync covers all of it.
         return OpenSegment(path, fd, index, summary.size, opening=opening)
 
     def close(self) -> None:
@@ -179,9 +179,9 @@ class SegmentLog:
 
     # -- writing ---------------------------------------------------------------------------------
     def stage(self, group: Group, segment_size: int, *, sync: bool) -> Staged:
-        """Encode a group at the next numbers; raises OSError if an earlier failure cannot be undone.
+        """Encode a group with the next numbers. Raises OSError if an earlier failure cannot be undone.
 
-        `sync`: `write` will be called with it.
+        `sync`: `write` will be called with `sync`.
         """
         at = self._clock.wall(), self._clock.now()
         self.directory.remove_leftovers()
@@ -191,9 +191,9 @@ class SegmentLog:
         return self._stager.stage(group, self.next, self.active, at, segment_size, room=room)
 
     def _wanted(self, *, lazily: bool = False) -> int | None:
-        """The key that new segments are sealed with; None if they are not encrypted. Raises OSError.
+        """Return the opening key for new segments; None if they are not encrypted. Raises OSError.
 
-        `lazily`: also None if a full disk has no room for the key; `stage` asks again.
+        `lazily`: also None if a full disk has no space for the key; `stage` retries.
         """
         if not self.encrypts or self._sealing is None:
             return None
@@ -205,10 +205,10 @@ class SegmentLog:
             return None
 
     def write(self, staged: Staged, *, sync: bool) -> None:
-        """Write a staged group to the files; raises OSError. May run in a thread.
+        """Write a staged group to the files. Raises OSError. May run in a thread.
 
-        A new segment is made only when everything before it is in the files, with `sync` on the disk: a crash
-        never leaves a hole in the numbers.
+        A new segment is created only when everything before it is in the files, with `sync` on the disk. So a
+        crash never leaves a gap in the numbers.
         """
         written: OpenSegment | None = None
         for target, buffers, room, frame in staged.writes:
@@ -259,19 +259,19 @@ class SegmentLog:
             self.synced([])
 
     def abort(self, staged: Staged) -> None:
-        """Undo a staged group, written or not; what was committed before stays."""
+        """Undo a staged group, written or not. Everything committed before stays."""
         for item in staged.opened:
             if item.fd >= 0:
                 self.directory.discard(item.path, item.fd)
         staged.opened = []
-        if self._suspect:  # a sync failed: what the file holds of the group is not trusted
+        if self._suspect:  # a sync failed, so the file's copy of the group is not trusted
             self._tainted = True
         if self.active.fd < 0:
             return
         try:
             self._files.truncate(self.active.fd, self.active.size)
             self.active.room = 0
-        except OSError:  # what is left there must not be taken for data: continue in a new file
+        except OSError:  # the remains must not be taken for data: continue in a new file
             self._tainted = True
 
     def discard(self, staged: Staged) -> None:
@@ -281,10 +281,10 @@ class SegmentLog:
                 self.directory.retire(item.fd)
 
     def replace_active(self, first: int | None = None, *, lazily: bool = False) -> None:
-        """Seal the active segment where it ends and continue in a new, empty one; raises OSError.
+        """Seal the active segment where it ends and continue in a new, empty one. Raises OSError.
 
-        `first` skips numbers: the new segment begins there. `lazily`: on a full disk, make its file with the
-        first group.
+        `first` skips numbers: the new segment begins there. `lazily`: on a full disk, create its file with
+        the first group.
         """
         base, opening = max(self.next, first or 0), self._wanted(lazily=lazily)
         if base == self.active.index.base and not self._tainted and self.active.opening == opening:
@@ -294,7 +294,7 @@ class SegmentLog:
         if old.fd < 0:
             self._resize(old.index.base, None)
             if old.index.base != base:
-                self.obsolete.pending.append(old.path)  # there may be an empty file
+                self.obsolete.pending.append(old.path)  # an empty file may exist
         elif base == old.index.base:
             self.directory.retire(old.fd)
         else:
@@ -310,11 +310,11 @@ class SegmentLog:
         )
 
     def _make(self, item: OpenSegment) -> None:
-        """Make the file of a new segment; raises OSError, and then there is none."""
+        """Create the file of a new segment. After an OSError, it does not exist."""
         item.fd = self.directory.make(item.path, self._header(item))
 
     def _create(self, base: int, opening: int | None, *, lazily: bool) -> OpenSegment:
-        """A new segment; `lazily`: on a full disk its file is made with the first group. Raises OSError."""
+        """Begin a segment; `lazily`: on a full disk, create its file with the first group. Raises OSError."""
         fresh = self._stager.new(base, opening)
         try:
             self._make(fresh)
@@ -332,21 +332,21 @@ class SegmentLog:
 
     # -- syncing ---------------------------------------------------------------------------------
     def unsynced(self) -> list[tuple[OpenSegment, int]]:
-        """The segments with committed bytes that may not be on the disk, with their sizes."""
+        """Return the segments with committed bytes that may not be on the disk, with their sizes."""
         items = [*self.closing, self.active]
         return [(item, item.size) for item in items if item.fd >= 0 and item.synced < item.size]
 
     def sync(self, work: list[tuple[OpenSegment, int]]) -> None:
-        """Wait until these are on the disk; raises OSError. May run in a thread."""
+        """Wait until these segments are on the disk. Raises OSError. May run in a thread."""
         for item, _ in work:
             self._sync(item)
-        if self._suspect:  # the kernel reports an error once; a second sync succeeds
+        if self._suspect:  # the kernel reports an error only once, and a second sync succeeds
             raise OSError(EIO, "an earlier sync failed")
         if any(item.synced < HEADER.size for item, _ in work):
             self._files.sync_directory(self._path)
 
     def synced(self, work: list[tuple[OpenSegment, int]]) -> None:
-        """Note that these are on the disk, and finish the closing segments."""
+        """Record that these segments are on the disk, and seal the closing ones."""
         covered = sum(max(0, size - item.synced) for item, size in work)
         if work:
             self._room = min(SYNCS * covered, ROOM) if covered <= SMALL else 0
@@ -360,7 +360,7 @@ class SegmentLog:
             self.directory.retire(item.fd)
 
     def rewrite_unsynced(self) -> list[tuple[int, int]]:
-        """After a failed background sync: replace each file that is not on the disk by a copy.
+        """After a failed background sync, replace each file that is not on the disk by a copy.
 
         Returns the numbers that could not be read back. Raises OSError if the copy fails too; files that were
         not replaced are unchanged. May run in a thread, while nothing else writes or deletes.
@@ -372,7 +372,7 @@ class SegmentLog:
             frames = list(segment.scan(data, HEADER.size, self._meta.salt))
             end = frames[-1].end if frames else HEADER.size
             if end < item.synced:
-                end = item.size  # what is on the disk is damaged too: copied unchanged
+                end = item.size  # the file on the disk is damaged too, so it is copied unchanged
             elif end < item.size:
                 lost.append((frames[-1].next if frames else item.index.base, item.index.next - 1))
             fd = self.directory.rewrite(item.path, [self._header(item), data[HEADER.size : end]])
@@ -410,7 +410,7 @@ class SegmentLog:
         return next((other for other in self.sizes if other > base), self.next)
 
     def summary(self, base: int) -> SegmentSummary:
-        """What a segment holds; rebuilds its index if that is lost. Raises OSError."""
+        """Return the summary of a segment; rebuild a lost index. Raises OSError."""
         for item in [*self.closing, self.active]:
             if item.index.base == base:
                 return item.index.summary(item.size)
@@ -418,14 +418,14 @@ class SegmentLog:
         return found or self._examine(base).summary
 
     def repair(self, base: int) -> list[Damage]:
-        """Check every frame of a segment and set damage aside; returns what was found. Raises OSError.
+        """Check every frame of a segment and quarantine damage; return what was found. Raises OSError.
 
-        Nothing may be in flight. The active segment is sealed first if it is the one.
+        Nothing may be in flight. If it is the active segment, it is sealed first.
         """
         if base == self.active.index.base and self.active.size > HEADER.size:
             self.replace_active()
         for item in [item for item in self.closing if item.index.base == base]:
-            self._sync(item)  # its index will say that it is on the disk
+            self._sync(item)  # because an index states that the segment is on the disk
             self.closing.remove(item)
             self.directory.retire(item.fd)
         if base == self.active.index.base:
@@ -440,7 +440,7 @@ class SegmentLog:
         return examined
 
     def remove_first(self) -> None:
-        """Take the oldest segment, not the active one, out of the log; its files are then obsolete."""
+        """Remove the oldest segment, not the active one, from the log. Its files are then obsolete."""
         base = self.first
         self.obsolete.pending.append(layout.segment_path(self._path, base))
         self._resize(base, None)

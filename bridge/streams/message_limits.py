@@ -1,16 +1,16 @@
 """Message limits: number, bytes, age and number per topic, as in NATS JetStream.
 
-With discard "old" a group is committed first, then the oldest messages are dropped until the limits hold
-again; no reader sees the moment in between. With discard "new" an append that would pass a limit is
-rejected. Age always drops. Drops are recorded (`drops.log`), segments without live messages are deleted, and
-readers skip dropped messages in the others.
+With discard "old", a group is committed first. Then the oldest messages are dropped until the limits are met
+again; no reader sees the moment in between. With discard "new", an append that would exceed a limit is
+rejected. Messages that are too old are always dropped. Drops are recorded (`drops.log`), segments without
+live messages are deleted, and readers skip dropped messages in the others.
 
 The policy yields ranges to drop; the stream drops each before the policy continues.
 
-If far more must be dropped than a group has brought (a limit is new or smaller, or many messages have become
-too old at once), this happens in steps of `STEP` messages. Other work runs between the steps. Each step is
-recorded, so a restart continues where it stopped. A limit on the number alone takes one step, since it reads
-nothing.
+If far more must be dropped than a group has added (because a limit is new or lower, or many messages have
+become too old at once), this happens in steps of `STEP` messages. Other work runs between the steps. Each
+step is recorded, so a restart continues where it stopped. A limit on the number alone takes one step, because
+it reads nothing.
 
 Memory: sizes and times are read from the files only for the messages at the front, about `AHEAD` at a time.
 A table with one entry per live message exists only with a limit per topic.
@@ -49,14 +49,14 @@ class MessageLimitPolicy:
         self._stream = stream
         self._limits = limits = stream.settings.limits
         self.guards_appends = limits.max_message_size is not None or limits.discard_new
-        self.stale = True  # nothing was read yet, or other drops have made the counts wrong: read again
+        self.stale = True  # the counts must be read from the files (again): not read yet, or other drops
         self._counts_bytes = limits.max_bytes is not None
         self.by_topic = limits.max_messages_per_topic is not None
         self._needs_head = self._counts_bytes or limits.max_age is not None
-        self.tracks_messages = self._counts_bytes or self.by_topic  # one by one, also in the middle
-        self._reader: StreamReader | None = None  # of the front: a new one would search for it
+        self.tracks_messages = self._counts_bytes or self.by_topic  # each one, even in the middle
+        self._reader: StreamReader | None = None  # at the front; a new one would have to search for it
         self.unfinished = False  # another step is needed
-        self._admitted = 0  # bytes that were admitted and are not committed yet
+        self._admitted = 0  # bytes of admitted, uncommitted messages
         self._admitted_topics: dict[bytes, int] = {}
         self._clear()
 
@@ -74,7 +74,7 @@ class MessageLimitPolicy:
             self._reader = None
 
     def refresh(self) -> Iterator[Ranges]:
-        """If the counts are stale, read them from the files; raises OSError."""
+        """Read the counts from the files if they are stale. Raises OSError."""
         if not self.stale:
             return
         stream, log = self._stream, self._stream.log
@@ -94,7 +94,7 @@ class MessageLimitPolicy:
         self.stale = False
 
     def _rows(self, start: int, end: int) -> Iterator[_Row]:
-        """The live messages of start..end-1, without damaged ones."""
+        """Yield the live messages of start..end-1, without damaged ones."""
         for data, frame in self._stream.frames(start, end):
             yield from self._rows_of(data, frame, start, end)
 
@@ -106,7 +106,7 @@ class MessageLimitPolicy:
                 yield _Row(number, sizes[number - base], frame.age, topics[number - base])
 
     def last_by_topic(self) -> dict[bytes, int]:
-        """The number of the newest message of each topic; call `refresh` first. Needs a limit per topic."""
+        """Return the newest number of each topic. Call `refresh` first. Needs a limit per topic."""
         return {topic: entries[-1][0] for topic, entries in self._topics.items() if entries}
 
     # -- appending -------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class MessageLimitPolicy:
                     self._reject(f"maxMessagesPerTopic {limits.max_messages_per_topic}")
 
     def admitted(self, topic: bytes, data: int) -> None:
-        """A message that was checked is pending."""
+        """Count a checked message as pending."""
         if self._limits.discard_new:
             if self._limits.max_messages_per_topic is not None:
                 self._admitted_topics[topic] = self._admitted_topics.get(topic, 0) + 1
@@ -150,16 +150,16 @@ class MessageLimitPolicy:
 
     # -- after a commit --------------------------------------------------------------------------
     def committed(self, group: Group, first: int, size: int, now: int) -> Iterator[Ranges]:
-        """Count a committed group, with its first number and its bytes; then as `enforce`."""
+        """Count a committed group (its first number and bytes), then act as `enforce`."""
         self._admitted = max(0, self._admitted - size)
         for topic in group.parts[::2] if self._admitted_topics else ():
             if (pending := self._admitted_topics.pop(topic, 1) - 1) > 0:
                 self._admitted_topics[topic] = pending
-        if not self.stale:  # else the group is read from the files with the rest
+        if not self.stale:  # if stale, the group is read from the files with the rest
             self._live_bytes += size
             if self.by_topic:
                 yield from self._note_topics(group, first)
-        # Every commit also drops as many as it adds: appends cannot outrun the steps.
+        # Every commit drops at least as many as it adds, so appends cannot outrun the steps.
         yield from self.enforce(now, STEP + len(group.parts) // 2)
 
     def _note_topics(self, group: Group, first: int) -> Iterator[Ranges]:
@@ -181,12 +181,12 @@ class MessageLimitPolicy:
             yield from self._yielding(over)
 
     def failed(self) -> None:
-        """What was admitted and is not committed has failed."""
+        """Forget admitted messages whose commit has failed."""
         self._admitted = 0
         self._admitted_topics = {}
 
     def enforce(self, now: int, most: int = STEP) -> Iterator[Ranges]:
-        """Drop the oldest messages until every limit holds, at most `most` of them.
+        """Drop the oldest messages until every limit is met, at most `most` of them.
 
         Sets `unfinished` if more must be dropped. Raises OSError; the next call then reads the files again.
         """
@@ -211,7 +211,7 @@ class MessageLimitPolicy:
             yield from self._yielding([(stream.oldest, target - 1)])
 
     def _after(self, number: int) -> int:
-        """The number after the first `number` live messages."""
+        """Return the number after the first `number` live messages."""
         stream, end = self._stream, self._stream.log.next
         for first, last in stream.drops.each_live(stream.oldest, end - 1):
             if last - first + 1 >= number:
@@ -220,7 +220,7 @@ class MessageLimitPolicy:
         return end
 
     def _trim(self, target: int, now: int, most: int) -> int:
-        """The number below which messages must be dropped, at least `target`; or how far one step gets."""
+        """Return the number below which to drop messages, at least `target`, as far as one step gets."""
         limits, reached = self._limits, self._stream.oldest
         before = now - limits.max_age if limits.max_age is not None else -1
         for _ in range(most):
@@ -264,7 +264,7 @@ class MessageLimitPolicy:
         self._live_bytes -= row.size
 
     def dropping(self, ranges: Ranges) -> None:
-        """Others are about to drop these. At the front they are subtracted; else the counts become stale."""
+        """Account for another drop: subtract it at the front; elsewhere the counts become stale."""
         oldest = self._stream.oldest
         ranges = [(first, last) for first, last in ranges if first <= last and last >= oldest]
         if self.by_topic and len(ranges) == 1 and ranges[0][0] <= oldest:
@@ -273,7 +273,7 @@ class MessageLimitPolicy:
             self.stale = True
 
     def _forget_below(self, number: int) -> None:
-        """Uses the table: to read the segments takes longer."""
+        """Use the table, because reading the segments takes longer."""
         for topic, entries in list(self._topics.items()):
             while entries and entries[0][0] < number:
                 self._live_bytes -= entries.popleft()[1]

@@ -1,11 +1,11 @@
-"""What was appended to a stream and is not committed yet.
+"""The uncommitted messages of a stream.
 
 A message passes through these states:
     pending     appended, in memory; its number is provisional and counts from the last commit
     in flight   its group is on its way to the files
-    committed   the group is in the files; the number is final, the waiters are notified
+    committed   the group is in the files; the number is final, and the waiters are notified
 If a group cannot be stored, it fails together with everything pending after it: the waiters get the error,
-the numbers are given to later messages, and the next append tries the disk again.
+later messages get the numbers, and the next append tries the disk again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Waiter = Callable[[StreamError | None], None]
 
 @dataclass(slots=True)
 class Group:
-    """Messages that are committed together: topics and payloads in turn, the rest by position."""
+    """Messages that are committed together: topics and payloads alternate, the rest is by position."""
 
     parts: list[bytes] = field(default_factory=list)
     headers: dict[int, bytes] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Group:
     size: int = 0
 
     def part(self, low: int, high: int) -> Group:
-        """The messages at the positions low..high-1."""
+        """Return the messages at the positions low..high-1."""
         if low == 0 and high * 2 == len(self.parts):
             return self
         headers = {i - low: h for i, h in self.headers.items() if low <= i < high}
@@ -38,7 +38,7 @@ class Group:
         return Group(self.parts[2 * low : 2 * high], headers, ids)
 
     def record_sizes(self) -> Sequence[int]:
-        """The bytes that each message takes in a frame."""
+        """Return the bytes that each message takes in a frame."""
         sizes = [
             len(topic) + len(payload) + RECORD_OVERHEAD
             for topic, payload in zip(self.parts[::2], self.parts[1::2], strict=True)
@@ -52,18 +52,18 @@ class Group:
 class CommitQueue:
     """One stream's pending group, its group in flight, and the waiters of both. Sizes in bytes.
 
-    `Stream.append` adds to the pending group itself: a call for it costs 5 % of an append.
+    `Stream.append` adds to the pending group itself, because a call would cost 5 % of an append.
     """
 
     def __init__(self, number: int, schedule: Callable[[], None]) -> None:
         """The next message gets `number`; `schedule` is called when there is a group to commit."""
         self.next = number
-        self.group = Group()  # what is pending
-        self.busy = False  # a group is in flight: no other may be staged
+        self.group = Group()  # the pending group
+        self.busy = False  # a group is in flight, so no other may be staged
         self.flight_size = 0
         self._schedule, self.scheduled = schedule, False
         self._waiters, self._committing = list[Waiter](), list[Waiter]()
-        self._released: asyncio.Event | None = None  # set for an instant; None: nobody waits for it
+        self._released: asyncio.Event | None = None  # set when nothing is in flight; None: nobody waits
 
     @property
     def size(self) -> int:
@@ -90,7 +90,7 @@ class CommitQueue:
         self._schedule()
 
     def postpone(self) -> None:
-        """Begin no group now: the next message schedules it, or the caller does."""
+        """Begin no group now. The next message or the caller schedules it."""
         self.scheduled = False
 
     def take(self) -> Group | None:
@@ -104,18 +104,18 @@ class CommitQueue:
         return group
 
     def committed(self) -> list[Waiter]:
-        """The group in flight is committed; returns its waiters."""
+        """End the group in flight, which is committed; return its waiters."""
         waiters, self._committing, self.flight_size = self._committing, [], 0
         self.release()
         return waiters
 
     def reschedule(self) -> None:
-        """Commit what has arrived meanwhile: it may have been scheduled while the stream was busy."""
+        """Commit messages that arrived while the stream was busy."""
         if self.group.parts:
             self.schedule()
 
     def clear(self, number: int) -> list[Waiter]:
-        """Everything has failed, and the next message gets `number`; returns all waiters."""
+        """Fail everything, and give the next message `number`; return all waiters."""
         waiters = [*self._committing, *self._waiters]
         self.group, self.flight_size, self.next = Group(), 0, number
         self._waiters, self._committing = [], []
@@ -131,7 +131,7 @@ class CommitQueue:
             await self._released.wait()
 
     def release(self) -> None:
-        """Nothing is in flight any more: wake `idle`."""
+        """Wake `idle`, because nothing is in flight any more."""
         self.busy = False
         if self._released is not None:
             self._released.set()

@@ -3,8 +3,8 @@
 * Nothing is locked. If retention deletes a segment during a read, the read continues at the new oldest
   message.
 * A message is returned only if its frame passes its check. Below `end`, a frame that fails raises
-  `CorruptData`; above it, it is the writer's unfinished tail and not there yet.
-* The position of the last frame is kept: the next read needs no search and reads little twice.
+  `CorruptData`. Above it, such a frame is the writer's unfinished tail, and is ignored.
+* The position of the last frame is kept, so the next read needs no search and reads little twice.
 * Memory is bounded by the size of one read, `CHUNK` and the largest frame.
 """
 
@@ -66,7 +66,7 @@ def list_streams(data_dir: Path) -> list[StreamMeta]:
 
 
 def list_damaged(data_dir: Path) -> list[str]:
-    """The names of streams whose definition is damaged; raises PermissionError if one may not be read."""
+    """Return the names of streams with a damaged definition. Raises PermissionError if one is unreadable."""
     return [unquote(one.name) for one in stream_directories(data_dir) if meta.load(one)[0] is None]
 
 
@@ -112,7 +112,7 @@ class _SegmentFile:
 
     @property
     def has_header(self) -> bool:
-        """Whether the header is there: the file may have been opened before it was written."""
+        """Return whether the header is there; the file may have been opened before it was written."""
         return self._salt is not None
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class _SegmentFile:
             return True
 
     def _start(self, number: int) -> tuple[int, int]:
-        """Where to start looking for a number, and how many bytes to read."""
+        """Return where to start the search for a number, and how many bytes to read."""
         first, offset = self.offsets[bisect_right(self.offsets, (number, 2**63)) - 1]
         if self.last is None:
             return offset, CHUNK
@@ -149,10 +149,10 @@ class _SegmentFile:
             yield opened
 
     def frames(self, start: int, limit: int | None) -> Iterator[tuple[bytes, Frame]]:
-        """The sound frames with numbers from `start` on, each with its buffer, as they are stored.
+        """Yield the valid frames with numbers from `start` on, each with its buffer, as they are stored.
 
-        Stops at the end of the file, at a frame that begins at `limit` or above, or at the first frame that
-        is not sound. Without a limit the last frames may be uncommitted, and may disappear.
+        Stops at the end of the file, at a frame that begins at `limit` or above, or at the first invalid
+        frame. Without a limit the last frames may be uncommitted, and may disappear.
         """
         (offset, size), salt = self._start(start), self._salt
         if salt is None:
@@ -201,7 +201,7 @@ class StreamReader:
         drops: Drops | None = None,
         keys: Keys | None = None,
     ) -> None:
-        """`drops` are the writer's, for a reader in its process; other readers read them from the file.
+        """`drops` is that of the writer, for a reader in its process; other readers read the file.
 
         Without `keys`, reading messages of an encrypted stream raises EncryptionKeyError.
         """
@@ -240,7 +240,7 @@ class StreamReader:
             known = self._known_end(base)
             for _, frame in self._segment(base).frames(known, None):
                 after = frame.next
-            if after == base and known > base:  # it was a failed write, and is gone
+            if after == base and known > base:  # a failed write that is gone
                 self.close()
                 for _, frame in self._segment(base).frames(base, None):
                     after = frame.next
@@ -249,7 +249,7 @@ class StreamReader:
         return oldest, max(after, oldest)
 
     def dropped(self, start: int, end: int) -> int:
-        """How many of the numbers start..end-1 are gone."""
+        """Return how many of the numbers start..end-1 were dropped."""
         return self._drops.count(start, end - 1) if start < end else 0
 
     def lost(self) -> list[tuple[int, int]]:
@@ -267,9 +267,9 @@ class StreamReader:
         return total
 
     def read(self, start: int, *, end: int, max_messages: int, max_bytes: int) -> list[StreamMessage]:
-        """The messages from number `start` (at the earliest the oldest) up to, not including, `end`.
+        """Return the messages from `start`, or the oldest one, up to but not including `end`.
 
-        They are in order, with holes where messages were dropped. Returns at most `max_messages`, and at
+        They are in order, with gaps where messages were dropped. Returns at most `max_messages`, and at
         most `max_bytes` of stored data, but at least one message if there is one. Raises CorruptData if a
         frame below `end` is damaged and there is nothing before it to return.
         """
@@ -310,9 +310,9 @@ class StreamReader:
     def _decoded(
         self, decode: Callable[[bytes, Frame], list[Row]], data: bytes, frame: Frame
     ) -> tuple[list[Row], list[int]]:
-        """The rows of a frame that is returned in parts, and the sum of sizes up to each message.
+        """Return the rows of a frame that is returned in parts, and the sum of sizes up to each message.
 
-        They are kept, since the next read usually returns the rest.
+        They are kept, because the next read usually returns the rest.
         """
         key = (decode, frame.base, data[frame.start : frame.start + FRAME.size])
         if self._part is None or self._part[0] != key:
@@ -331,7 +331,7 @@ class StreamReader:
         return None
 
     def encryption(self) -> tuple[int, int, bool]:
-        """How many segments with messages are encrypted, how many are not, and whether the newest is."""
+        """Return how many segments with messages are encrypted and not, and whether the newest is."""
         found, is_sealed = [0, 0], False
         self._refresh()
         for base in self._bases:
@@ -343,9 +343,9 @@ class StreamReader:
         return found[True], found[False], is_sealed
 
     def frames(self, start: int, end: int, *, opened: bool = True) -> Iterator[tuple[bytes, Frame]]:
-        """The sound frames with numbers of start..end-1, in order, each with its buffer.
+        """Yield the valid frames with numbers of start..end-1, in order, each with its buffer.
 
-        `opened`: decrypted, if they are encrypted; raises EncryptionKeyError without the key.
+        `opened`: decrypt encrypted ones; raises EncryptionKeyError without the key.
         """
         position, delivered, retried = start, False, False
         while position < end:
@@ -354,7 +354,7 @@ class StreamReader:
                 return
             limit = min(end, next((b for b in self._bases if b > base), end))
             try:
-                # from the limit on, there may be remains of a failed write
+                # from the limit on, there may be the remains of a failed write
                 item = self._segment(base)
                 for data, frame in (item.opened if opened else item.frames)(max(position, base), limit):
                     yield data, frame
@@ -376,7 +376,7 @@ class StreamReader:
             if position >= upto or self._drops.first_live(max(position, base)) >= upto:
                 position = max(position, upto)
             elif not retried:
-                retried = True  # the writer may have been between write and rename: read it again
+                retried = True  # the writer may have been between write and rename, so read again
                 self.close()
             elif delivered:
                 return

@@ -3,15 +3,15 @@
 Only segments without an index are read: the last one, and those that were sealed shortly before the stop and
 perhaps not synced. In one of them there may be:
 
-* preallocated space after the last sound frame, left by a crash (see `segment`). It is truncated.
-* a *torn tail*: bytes after the last sound frame that contain no sound and no complete frame. This is an
-  unfinished write, which was not acknowledged. The segment is truncated there.
-* *damage*: anything else. The file is linked into `quarantine/` and replaced by one with its sound frames.
-  The missing numbers are recorded as dropped, reason DAMAGED.
+* preallocated space after the last valid frame, left by a crash (see `segment`). It is truncated.
+* a *torn tail*: bytes after the last valid frame that contain neither a valid nor a complete frame. They come
+  from an unfinished write, which was not acknowledged. The segment is truncated there.
+* *damage*: anything else. The file is linked into `quarantine/` and replaced by one with its valid frames.
+  The missing numbers are recorded as dropped, with the reason DAMAGED.
 
-What is truncated or replaced is kept in `quarantine/`; only a torn tail on a full disk is lost.
+Truncated and replaced bytes are kept in `quarantine/`; only a torn tail on a full disk is lost.
 
-The record of drops is checked too. A damaged one is quarantined and rewritten with its sound records.
+The record of drops is checked too. A damaged one is quarantined and rewritten with its valid records.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BACK = "messages that were dropped may be back"
 
 
 class Damage(NamedTuple):
-    """Something wrong with a stream's files, and what was done; `lost` are ranges of numbers."""
+    """A problem with a stream's files, and what was done. `lost` has ranges of numbers."""
 
     path: Path
     what: str
@@ -43,7 +43,7 @@ class Damage(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """A segment after it was examined and repaired. `opening`: whose key its frames are sealed with."""
+    """An examined and repaired segment. `opening` is the opening key of its frames."""
 
     summary: SegmentSummary
     damage: list[Damage]
@@ -51,7 +51,7 @@ class Examined(NamedTuple):
 
 
 def read_index(directory: Path, base: int, size: int) -> SegmentSummary | None:
-    """A sealed segment's summary, if its index is there, sound, and fits the segment's size."""
+    """Return a sealed segment's summary, if its index exists, is valid, and matches the segment's size."""
     path = layout.segment_path(directory, base).with_suffix(layout.INDEX)
     try:
         summary = segment.decode_index(path.read_bytes())
@@ -61,7 +61,7 @@ def read_index(directory: Path, base: int, size: int) -> SegmentSummary | None:
 
 
 def opening_of(data: bytes, epoch: int, salt: int, base: int) -> int | None:
-    """The key that a segment is sealed with, also if its header is damaged; None if it is not encrypted."""
+    """Return the opening key of a segment, even if its header is damaged; None if it is not encrypted."""
     if segment.decode_header(data) == (base, epoch, salt):
         return segment.opening_in(data)
     pos: int | None = HEADER.size
@@ -81,10 +81,10 @@ def examine(
     drops: Drops,
     sealing: Sealing | None = None,
 ) -> Examined:
-    """Check every frame of a segment and repair what is wrong, as described above.
+    """Check every frame of a segment and repair damage, as described above.
 
-    `following` is the first number of the next segment, None for the last one. Holes that `drops` explains
-    are no damage. Raises OSError or EncryptionKeyError; then nothing has changed.
+    `following` is the first number of the next segment, None for the last one. Gaps that `drops` explains are
+    not damage. If it raises OSError or EncryptionKeyError, nothing has changed.
     """
     path = layout.segment_path(directory, base)
     fd = files.open(path, os.O_RDWR)
@@ -122,11 +122,11 @@ def examine(
         and following is None
         and not segment.is_torn(data, claimed, pattern)
     ):
-        # A complete frame that fails its check: its numbers are used.
-        last = min(claimed.next - 1, MAX_SEQUENCE)  # its header may be what is damaged
+        # A complete frame fails its check. Its numbers are used up.
+        last = min(claimed.next - 1, MAX_SEQUENCE)  # the damage may be in its header
         lost.append((claimed.base, last))
         index.next = last + 1
-    # Damage among dropped messages loses nothing, but a reader does not get past it.
+    # Damage among dropped messages loses nothing, but stops a reader.
     whole = all(a == b for (_, a), (b, _) in pairwise([(0, HEADER.size), *spans]))
     if header_ok and whole and end == size and not holes:
         found = [Damage(path, "what followed it is gone", lost)] if lost else []
@@ -158,7 +158,7 @@ def examine(
 
 
 def openings_kept(directory: Path, meta: Meta) -> set[int]:
-    """The keys that files in the quarantine are sealed with; raises OSError."""
+    """Return the opening keys of files in the quarantine. Raises OSError."""
     found, place = set[int](), directory / layout.QUARANTINE
     for path in place.iterdir() if place.is_dir() else ():
         data = path.read_bytes()
@@ -176,7 +176,7 @@ def openings_kept(directory: Path, meta: Meta) -> set[int]:
 
 
 def check_drops(directory: Path, meta: Meta | None) -> tuple[str, list[Drop]]:
-    """What is wrong with a stream's record of drops (or ""), and its sound records; raises OSError."""
+    """Return the problem of a stream's record of drops (or ""), and its valid records. Raises OSError."""
     try:
         data = (directory / record.NAME).read_bytes()
     except FileNotFoundError:
@@ -190,14 +190,14 @@ def check_drops(directory: Path, meta: Meta | None) -> tuple[str, list[Drop]]:
 
 
 def _has_drops(directory: Path, meta: Meta | None) -> bool:
-    """Whether a stream must have its record. Older versions made it with the first drop."""
+    """Return whether the record must exist. Older versions created it with the first drop."""
     if meta is not None and (meta.drops or meta.settings.memory):
         return meta.drops
     return min(layout.segment_bases(directory), default=0) > 0
 
 
 def repair_drops(files: Files, directory: Path, meta: Meta) -> list[Damage]:
-    """Quarantine a damaged record of drops, and rewrite its sound records if the disk has space."""
+    """Quarantine a damaged record of drops, and rewrite its valid records if the disk has space."""
     path = directory / record.NAME
     what, found = check_drops(directory, meta)
     if not what:
@@ -209,16 +209,16 @@ def repair_drops(files: Files, directory: Path, meta: Meta) -> list[Damage]:
             done = "quarantined, and rewritten with its sound records"
         record.make(files, directory, found)
         return [Damage(path, f"{what}; {done}", [])]
-    except OSError as error:  # the stream is opened anyway: bad records are skipped
+    except OSError as error:  # the stream is opened anyway, and bad records are skipped
         return [Damage(path, f"{what}; it cannot be quarantined: {error.strerror}", [])]
 
 
 def walk(
     data: bytes, base: int, following: int | None, salt: int, opened: Opener | None = None
 ) -> tuple[Indexer, list[tuple[int, int]], list[tuple[int, int]], int]:
-    """(index, holes in the numbers, byte ranges of sound frames, where the last sound frame ends).
+    """Return (index, gaps in the numbers, byte ranges of valid frames, end of the last valid frame).
 
-    With `opened` a frame is sound if it can be decrypted, too.
+    With `opened`, a frame is valid only if it can be decrypted.
     """
     index, holes, spans = Indexer(base), [], []
     pos: int | None = HEADER.size
@@ -241,7 +241,7 @@ def walk(
 
 
 def keep(files: Files, directory: Path, path: Path, why: str) -> Path:
-    """Link a file into the quarantine under a free name, durably: its own name may be reused."""
+    """Link a file into the quarantine durably, under a free name, because its own name may be reused."""
     place = directory / layout.QUARANTINE
     files.make_directory(place)
     number = sum(1 for _ in place.iterdir())

@@ -14,7 +14,7 @@ _PLACE = struct.Struct("<QQ")
 
 
 class Sealing:
-    """What the frames of one stream are sealed with. For any thread."""
+    """Seals and opens the frames of one stream. May be used from any thread."""
 
     def __init__(self, keys: Keys, directory: str) -> None:
         """`directory` is the name of the stream's directory, which stands for the stream's name."""
@@ -24,18 +24,18 @@ class Sealing:
         return self._label + _PLACE.pack(epoch, segment)
 
     def opening(self) -> int:
-        """The number of the key that frames are sealed with now; raises OSError."""
+        """Return the number of the current opening key. Raises OSError."""
         try:
             return self._keys.own()
         except EncryptionKeyError as error:
             raise OSError(EACCES, str(error)) from None
 
     def knows(self, opening: int) -> bool:
-        """Whether frames that are sealed with this key can be opened; raises EncryptionKeyError."""
+        """Return whether frames sealed with this key can be opened. Raises EncryptionKeyError."""
         return self._keys.knows(opening)
 
     def missing(self, opening: int) -> str:
-        """What to do about a key that is not known."""
+        """Return the remedy for an unknown key."""
         return self._keys.missing(opening)
 
     def sealer(self, epoch: int, segment: int) -> Seal:
@@ -48,7 +48,7 @@ class Sealing:
         context, unseal = self._context(epoch, segment), self._keys.open
 
         def opened(data: bytes, frame: Frame) -> tuple[bytes, Frame] | None:
-            if not frame.columns & SEALED:  # in an encrypted segment every frame is
+            if not frame.columns & SEALED:  # in an encrypted segment, every frame is sealed
                 return None
             try:
                 return unsealed(data, frame, unseal(context, *body_of(data, frame)))
@@ -58,5 +58,5 @@ class Sealing:
         return opened
 
 
-# A sound frame, decrypted; None if it was changed or belongs elsewhere. Raises EncryptionKeyError.
+# Returns a valid frame, decrypted; None if it was changed or belongs elsewhere. Raises EncryptionKeyError.
 Opener = Callable[[bytes, Frame], tuple[bytes, Frame] | None]

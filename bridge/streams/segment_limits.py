@@ -1,7 +1,7 @@
 """Segment limits: size and time to live, which drop whole segments as Stream Manager does.
 
-Each policy yields (below this number, why), oldest segment first. The stream drops those messages, and the
-policy looks again. All raise OSError.
+Each policy yields (number, reason), oldest segment first. The stream drops the messages below the number, and
+the policy continues. All raise OSError.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Removal = tuple[int, DropReason]
 
 
 def make_room(stream: Contents, needed: int) -> Iterator[Removal]:
-    """The oldest segments, until a group of `needed` bytes fits."""
+    """Yield the oldest segments, until a group of `needed` bytes fits."""
     if stream.settings.free_exported:
         yield from exported(stream, needed)
     while _is_over(stream, needed):
@@ -27,17 +27,17 @@ def make_room(stream: Contents, needed: int) -> Iterator[Removal]:
 
 
 def exported(stream: Contents, needed: int) -> Iterator[Removal]:
-    """Segments that all exports have passed, until `needed` bytes fit."""
+    """Yield segments that all exports have passed, until `needed` bytes fit."""
     while _is_over(stream, needed) and _is_first_exported(stream):
         if not (yield from _first(stream, DropReason.EXPORTED)):
             return
 
 
 def free_space(stream: Contents, needed: int, *, exported_only: bool = False) -> Iterator[Removal]:
-    """On a full disk, the oldest segments that may be dropped, until they come to `needed` bytes.
+    """On a full disk, yield the oldest segments that may be dropped, until they have `needed` bytes.
 
     `max_size` does not matter. Segments that all exports have passed may be dropped if the stream's retention
-    allows it; else the oldest ones if it overwrites, unless `exported_only`.
+    allows it; otherwise the oldest ones if it overwrites, unless `exported_only`.
     """
     goal = stream.log.total_bytes - needed
     while stream.log.total_bytes > goal:
@@ -52,7 +52,7 @@ def free_space(stream: Contents, needed: int, *, exported_only: bool = False) ->
 
 
 def expired(stream: Contents, now: int) -> Iterator[Removal]:
-    """Segments whose messages are all older than the time to live. `now`: ms on the age timeline."""
+    """Yield segments whose messages are all older than the time to live. `now`: ms on the age timeline."""
     ttl, log = stream.settings.ttl, stream.log
     while ttl is not None and log.next > log.first:
         if stream.summary(log.first).last_age + ttl > now:
@@ -62,7 +62,7 @@ def expired(stream: Contents, now: int) -> Iterator[Removal]:
 
 
 def wants_new_segment(stream: Contents) -> bool:
-    """Whether to begin a new segment on a full disk where nothing can be dropped yet.
+    """Return whether to begin a new segment on a full disk when nothing can be dropped yet.
 
     The active segment can then be dropped once it is exported. Otherwise small messages would fill its last
     block, and it would never be completely exported.
@@ -81,7 +81,7 @@ def _is_first_exported(stream: Contents) -> bool:
 
 
 def _first(stream: Contents, reason: DropReason) -> Generator[Removal, None, bool]:
-    """The oldest segment; False if it must stay: it is active, and empty or being written."""
+    """Yield the oldest segment. Returns False if it must stay: it is active, and empty or being written."""
     log = stream.log
     first = log.first
     if len(log.sizes) == 1 and (log.sizes[first] <= HEADER.size or stream.busy):

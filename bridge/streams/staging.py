@@ -1,10 +1,10 @@
-"""How a commit group becomes frames, and where they go: planned before any file is touched.
+"""Plans how a commit group becomes frames and where they go, before any file is touched.
 
-A sync that only overwrites existing bytes changes no metadata of the file system: it costs about half of
-the time, and what the journal writes (some 28 KiB on ext4) is saved. So while little is synced at a time,
-the segment is preallocated when no space is left in it (see `segment`): `ROOM` bytes if each group is
-synced, and what about `SYNCS` syncs take if a sync of the background covers a few groups. The rest is
-truncated when the segment is sealed or closed.
+A sync that only overwrites existing bytes changes no metadata of the file system. It takes about half of the
+time, and saves the writes of the file system's journal (some 28 KiB on ext4). So while little is synced at a
+time, a segment without space left is preallocated (see `segment`): by `ROOM` bytes if each group is synced,
+and by the size of about `SYNCS` syncs if a background sync covers a few groups. The rest is truncated when
+the segment is sealed or closed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SYNCS = 64
 class OpenSegment:
     """A segment that is open or, with `fd` below 0, has no file yet.
 
-    It holds committed frames up to `size`; up to `synced` they are on the disk. If `room` is larger, the file
-    is preallocated up to there. Its frames are sealed with the key of this `opening`; None: they are not.
+    It has committed frames up to `size`; up to `synced` they are on the disk. If `room` is larger, the file
+    is preallocated up to there. `opening` is the opening key of its frames; None: they are not encrypted.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class Staged:
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of topics, payloads, headers and ids."""
+        """Return the bytes of topics, payloads, headers and ids."""
         return sum(frame.data_bytes for _, _, _, frame in self.writes)
 
 
@@ -73,7 +73,7 @@ class Stager:
         return OpenSegment(layout.segment_path(self._directory, base), -1, Indexer(base), opening=opening)
 
     def _seal(self, target: OpenSegment) -> Seal | None:
-        """What seals the frames of a segment."""
+        """Return the function that seals the frames of a segment."""
         if target.opening is None or self._sealing is None:
             return None
         if self._seals is None or self._seals[0] is not target:

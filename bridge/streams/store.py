@@ -53,7 +53,7 @@ from bridge.streams.stream import Stream
 LOCK = "lock"
 MEMORY = "memory"
 RANDOM_BITS = 40  # of ms: 35 years
-SLICE = 200  # streams that are maintained before other clients are served: a few milliseconds
+SLICE = 200  # streams that are maintained at a time, a few milliseconds, before clients are served
 RESERVE = 10_000_000  # numbers of a memory stream that one write of its definition covers
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ Event = Callable[[str, str], None]
 
 
 def is_running(data_dir: Path) -> bool:
-    """Whether a process holds the lock on a data directory. Reads /proc/locks; takes no lock itself."""
+    """Return whether a process has the lock on a data directory. Reads /proc/locks and takes no lock."""
     try:
         inode = (data_dir / LOCK).stat().st_ino
         locks = Path("/proc/locks").read_text()
@@ -90,7 +90,7 @@ class Unopened(NamedTuple):
 
 
 class StreamStore:
-    """The streams of a data directory by name. `on_event` is called with (stream, what happened)."""
+    """The streams of a data directory, by name. `on_event` is called with (stream, what happened)."""
 
     def __init__(
         self,
@@ -106,12 +106,12 @@ class StreamStore:
         most: int | None = None,
         keys: Keys | None = None,
     ) -> None:
-        """Open the directory, or make it.
+        """Open the directory, or create it.
 
         Raises DataDirectoryBusy, OtherFormat, EncryptionKeyError or OSError.
 
         `floor` returns the lowest number that the next message of a stream (name, epoch) may have. `runtime`
-        is the running event loop's, unless another one is given; `close` closes it. `link`: whether to link
+        is by default that of the running event loop; `close` closes it. `link`: whether to link
         `<data_dir>/memory` to `memory_dir`. `most` is how many streams are opened: each keeps a file open.
         `keys` are those of the directory; without them, encrypted streams cannot be opened.
         """
@@ -122,7 +122,7 @@ class StreamStore:
         self.runtime = runtime or LoopRuntime(THREADS, "commit")
         self.committer = Committer(on_event, self.streams, self.runtime)
         self.unopened: dict[str, Unopened] = {}
-        self._epoch = 0  # the highest one of the streams created or deleted here: each is used once
+        self._epoch = 0  # the highest epoch of streams created or deleted here; none is used twice
         self._root = data_dir / layout.STREAMS
         found = formats.find(data_dir)
         self.files.make_directory(self._root)
@@ -167,7 +167,7 @@ class StreamStore:
         return lock
 
     def _replace_lock(self, path: Path) -> None:
-        """Make the file that format 1 locks a directory, which that format's builds cannot open."""
+        """Replace the lock file of format 1 by a directory, which that format's builds cannot open."""
         lock = self._locked(path, os.O_RDWR)
         try:
             if path.is_file() and os.path.samestat(path.stat(), os.fstat(lock)):
@@ -178,7 +178,7 @@ class StreamStore:
             os.close(lock)
 
     def _locked(self, path: Path, flags: int) -> int:
-        """Lock a file or directory; raises BlockingIOError if somebody else has it."""
+        """Lock a file or directory. Raises BlockingIOError if another process has the lock."""
         lock = os.open(path, flags | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -188,12 +188,12 @@ class StreamStore:
         return lock
 
     def _prepare_memory(self, memory_dir: Path, linked: bool) -> Path:
-        """Make the directory of memory streams, and a link to it."""
+        """Create the directory of memory streams, and a link to it."""
         link = self.data_dir / MEMORY
         memory_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = memory_dir.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            # In a shared directory such as /dev/shm another user may have made it.
+            # In a shared directory such as /dev/shm, another user may have created it.
             raise PermissionError(
                 errno.EPERM,
                 "belongs to somebody else or is open to others; set gateway.memory_dir",
@@ -246,7 +246,7 @@ class StreamStore:
             self._cannot_open(known.name, Unopened(why, known.definition))
 
     def _check_number(self) -> None:
-        """Raise StorageFailed if one more stream would take the files that others need."""
+        """Raise StorageFailed if one more stream would use up the open files that others need."""
         if self._most is not None and len(self.streams) >= self._most:
             raise StorageFailed(
                 f"{self._most} streams are open, which is three quarters of the limit of open files; raise "
@@ -299,7 +299,7 @@ class StreamStore:
     # -- encryption ------------------------------------------------------------------------------
     @property
     def encrypts(self) -> bool:
-        """Whether a stream is encrypted: then all else with messages is, too."""
+        """Return whether any stream is encrypted; then all other files with messages are encrypted too."""
         return any(stream.settings.encryption for stream in self.streams.values())
 
     def admit(self, settings: StorageSettings) -> None:
@@ -323,7 +323,7 @@ class StreamStore:
             raise KeyUnavailable(str(error)) from None
 
     def openings(self) -> set[int] | None:
-        """The numbers of the opening keys that streams need; None if that is not known of all."""
+        """Return the numbers of the opening keys that streams need; None if that is unknown for some."""
         if self.unopened:
             return None
         found = set[int]()
@@ -362,21 +362,21 @@ class StreamStore:
         return stream
 
     def _new_epoch(self) -> int:
-        """Unix time in ms; if the wall clock is not synchronised, a random time in the 35 years from then.
+        """Return Unix time in ms; if the wall clock is not synchronised, a random time in the next 35 years.
 
         A gateway that is wiped boots into the same second of 1970 again, and an epoch must not be reused.
         """
         return self.clock.wall() + (0 if self.clock.synchronised else secrets.randbits(RANDOM_BITS))
 
     def delete(self, name: str) -> None:
-        """Remove a stream with all its messages; raises OSError, and then it is still there."""
+        """Remove a stream with all its messages. After an OSError, it still exists."""
         stream = self.streams[name]
         gone = self._root / f".deleted-{stream.home.name}"
         shutil.rmtree(gone, ignore_errors=True)
         stream.abandon(gone)
         try:
             self.files.sync_directory(self._root)
-        except OSError as error:  # it is deleted; a power cut now might bring it back
+        except OSError as error:  # it is deleted, but a power cut now might bring it back
             self._on_event(name, f"{self._root}: cannot be synced after the stream was deleted: {error}")
         del self.streams[name]
         self._epoch = max(self._epoch, stream.epoch)  # the clock may have been set back since it was created
@@ -409,12 +409,12 @@ class StreamStore:
                 await asyncio.to_thread(self.clock.try_save)
 
     async def close(self) -> None:
-        """Commit what is pending, sync everything, close the files and release the lock."""
+        """Commit pending messages, sync everything, close the files and release the lock."""
         await self.committer.drain()
         await self.committer.sync(list(self.streams.values()))
         for stream in self.streams.values():
             stream.drops.save()
-            if stream.settings.memory:  # a clean stop: the next number is known exactly
+            if stream.settings.memory:  # after a clean stop, the next number is known exactly
                 with contextlib.suppress(OSError):  # otherwise the reserved ones are skipped
                     self._reserve(stream.home, stream.meta, stream.next_sequence, 0)
             stream.close()
@@ -428,7 +428,7 @@ class StreamStore:
 
 
 async def in_slices(streams: Sequence[Stream]) -> AsyncIterator[Sequence[Stream]]:
-    """Parts of many streams, with a turn for clients between them; a stream may be closed meanwhile."""
+    """Yield slices of the streams, and let clients be served in between; streams may be closed meanwhile."""
     for start in range(0, len(streams), SLICE):
         if start:
             await asyncio.sleep(0)
@@ -443,10 +443,10 @@ async def open_stopped(
     floor: Callable[[str, int], int] = lambda name, epoch: 0,
     keys: Keys | None = None,
 ) -> AsyncIterator[StreamStore]:
-    """The streams of a service that is stopped, for a command; raises as `StreamStore`.
+    """Open the streams of a stopped service, for a command. Raises as `StreamStore`.
 
-    Memory streams are where the service had them, if that still exists: systemd deletes its part of /run at a
-    stop. Otherwise they are in a temporary directory, and the link is not changed.
+    Memory streams are where the service had them, if that directory still exists; systemd deletes its part of
+    /run at a stop. Otherwise they are in a temporary directory, and the link is not changed.
     """
     link = data_dir / MEMORY
     with tempfile.TemporaryDirectory(prefix="streambridge-") as temporary:

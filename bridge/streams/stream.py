@@ -1,10 +1,10 @@
 """The writer of one stream: appends become commit groups, groups become frames, limits drop messages.
 
-`Stream` alone changes its files: it has a queue of what is not committed yet (`queue`), a log (`log`) and
-a record of drops (`drops`). Policies read what is stored (`contents`) and return what is to be dropped.
+Only `Stream` changes its files. It has a queue of uncommitted messages (`queue`), a log (`log`) and a record
+of drops (`drops`). Policies read the stored messages (`contents`) and return ranges to drop.
 
-All methods are for the event loop's thread, except those that say otherwise. A `Committer` may run these in a
-worker thread while `busy` is set; no other group of the stream is staged in that time.
+All methods must be called in the event loop's thread, unless they say otherwise. A `Committer` may run those
+in a worker thread while `busy` is set; no other group of the stream is staged in that time.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from bridge.streams.segment import FRAME, HEADER, RECORD_OVERHEAD
 from bridge.streams.segment_limits import Removal
 from bridge.streams.staging import OpenSegment, Staged
 
-PRESSURE_STEP = 256 * 1024  # bytes that the pending group grows by between two checks of back-pressure
-FULL_FOR = 60.0  # seconds after a rejected message in which a stream counts as full, if none is stored
-DISK_ROOM = 16 * 1024  # bytes freed on a full disk in addition to the group's own: blocks, records
+PRESSURE_STEP = 256 * 1024  # bytes by which the pending group grows between checks of back-pressure
+FULL_FOR = 60.0  # seconds for which a stream counts as full after a rejection, if nothing is stored
+DISK_ROOM = 16 * 1024  # bytes freed on a full disk beyond the size of the group, for blocks and records
 NEAR_LAST = MAX_SEQUENCE - 2**32  # from here on each append is checked; a group has fewer messages
 FRAMING = 2 * (FRAME.size + HEADER.size)  # bytes that a group may need in addition to its messages
-SEALING = 2 * OVERHEAD  # and if it is encrypted
+SEALING = 2 * OVERHEAD  # the same for encryption
 
 
 class Stream(Contents):
@@ -92,18 +92,18 @@ class Stream(Contents):
 
     @property
     def pending_bytes(self) -> int:
-        """What is in memory and not committed yet."""
+        """Return the uncommitted bytes in memory."""
         return self.queue.size
 
     @property
     def busy(self) -> bool:
-        """Whether a group is in flight, or files are being rewritten."""
+        """Return whether a group is in flight or files are being rewritten."""
         return self.queue.busy
 
     def configure(self, settings: StorageSettings, definition: bytes, paused: tuple[str, ...] = ()) -> None:
-        """Change the settings; limits take effect at once. `paused` are the exports that are paused then.
+        """Change the settings. Limits take effect at once. `paused` has the exports paused from then on.
 
-        Raises OSError: then nothing has changed, or the error says that it has.
+        Raises OSError. Then nothing has changed, unless the error says so.
         """
         window = self._loaded(settings.dedup_window) if settings.dedup_window is not None else self.window
         self._change(settings=settings, definition=definition, paused=paused)
@@ -111,11 +111,11 @@ class Stream(Contents):
         self._apply()
 
     def pause(self, exports: tuple[str, ...]) -> None:
-        """Store which exports are paused; raises as `configure`."""
+        """Store which exports are paused. Raises as `configure`."""
         self._change(paused=exports)
 
     def _change(self, **fields: Any) -> None:
-        """Replace fields of the stored definition; on a full disk, free space for it."""
+        """Replace fields of the stored definition. On a full disk, free space for it."""
         fresh = msgspec.structs.replace(self.meta, generation=self.meta.generation + 1, **fields)
         while True:
             try:
@@ -143,7 +143,7 @@ class Stream(Contents):
             self.maintain(self.clock.now())
 
     def deduplicate(self) -> None:
-        """Deduplicate by message id from now on, also if the settings give no window."""
+        """Deduplicate by message id from now on, even if the settings define no window."""
         self.window = self._loaded(self.settings.dedup_window)
 
     def _loaded(self, length: int | None) -> Window:
@@ -152,8 +152,8 @@ class Stream(Contents):
         window = Window(length)
         window.load(self, self.clock.now())
         if self.settings.flush and window and not self.busy and (work := self.unsynced()):
-            # A kill may have come between write and sync, and a repetition is acknowledged without a commit.
-            with contextlib.suppress(OSError):  # then the next sync in the background writes it elsewhere
+            # A kill may have come between write and sync, but a duplicate is acknowledged without a commit.
+            with contextlib.suppress(OSError):  # the next background sync retries, in a new file
                 self.sync(work)
                 self.synced(work)
         return window
@@ -162,11 +162,11 @@ class Stream(Contents):
         await self.queue.idle()
 
     def abandon(self, name: Path) -> None:
-        """Delete the stream: rename its directory to `name`; threads make no more files. Raises OSError."""
+        """Delete the stream: rename its directory to `name`. Threads create no more files. Raises OSError."""
         self.log.directory.abandon(self.home, name)
 
     def close(self) -> None:
-        """Close the files as soon as no thread uses them. What is pending fails."""
+        """Close the files as soon as no thread uses them. Pending messages fail."""
         self.closed = True
         if self.limits is not None:
             self.limits.close()
@@ -231,14 +231,14 @@ class Stream(Contents):
     def ensure_admits(
         self, topic: bytes, payload: bytes, headers: bytes = b"", message_id: bytes = b""
     ) -> None:
-        """Raise what `append` would: for a caller that appends to several streams, to all or to none."""
+        """Raise what `append` would raise, for a caller that appends to all of several streams or to none."""
         data = len(topic) + len(payload) + len(headers) + len(message_id)
         self._check(topic, data, data + RECORD_OVERHEAD + 8)
 
     def after_commit(self, done: Waiter) -> None:
-        """Call `done` when all that was appended so far is committed (None) or has failed (the error).
+        """Call `done` when everything appended so far is committed (None) or has failed (the error).
 
-        One stream's calls are made in the order in which they were requested.
+        The calls of one stream are made in the order in which they were requested.
         """
         self.queue.after_commit(done)
 
@@ -275,7 +275,7 @@ class Stream(Contents):
             raise
 
     def _check_number(self) -> None:
-        """Numbers are BIGINT in tables and int64 in the SDKs, and are never used again."""
+        """Fail if the numbers are used up. They are BIGINT in tables and int64 in the SDKs."""
         if self.queue.next > MAX_SEQUENCE:
             raise StreamFull(
                 f"stream {self.name!r} has used its last sequence number, {MAX_SEQUENCE}; create another "
@@ -293,7 +293,7 @@ class Stream(Contents):
         if settings.overwrite or self.log.total_bytes + needed <= settings.max_size:
             return
         if settings.free_exported:
-            with contextlib.suppress(OSError):  # then it is full
+            with contextlib.suppress(OSError):  # after a failure, it counts as full
                 self._drop_segments(segment_limits.exported(self, needed))
             self._set_room()
         if self.log.total_bytes + needed > settings.max_size:
@@ -320,9 +320,9 @@ class Stream(Contents):
 
     @property
     def cannot_store(self) -> str | None:
-        """Why the last message was not stored (the disk, or no room); None if it was.
+        """Return why the last message was not stored (the disk, or no space); None if it was stored.
 
-        A message rejected for lack of room counts for `FULL_FOR` only, since there may be room again.
+        A rejection for lack of space counts only for `FULL_FOR`, because there may be space again.
         """
         if self.error is not None:
             return str(self.error)
@@ -351,10 +351,10 @@ class Stream(Contents):
         return staged
 
     def restage(self, staged: Staged, *, elsewhere: bool) -> Staged:
-        """Stage a group again whose write failed; raises OSError.
+        """Stage a group whose write failed again. Raises OSError.
 
-        `elsewhere`: in a new segment. After a failed sync, what the old file holds of the group is not
-        trusted, even if a second sync succeeds: the kernel marks pages as clean whose write has failed.
+        `elsewhere`: in a new segment. After a failed sync, the old file is not trusted, even if a second sync
+        succeeds, because the kernel marks pages as clean although their write has failed.
         """
         self.log.abort(staged)
         if elsewhere:
@@ -362,11 +362,11 @@ class Stream(Contents):
         return self._stage(staged.group)
 
     def freed_space(self, staged: Staged, error: OSError) -> bool:
-        """After a failed write of a staged group: whether the disk was full and space could be freed."""
+        """After a failed write of a group, free space if the disk is full; return whether that succeeded."""
         if error.errno not in FULL:
             return False
         self.log.abort(staged)
-        self.queue.busy = False  # nothing of the group is in the active segment, so that may be dropped too
+        self.queue.busy = False  # the group is not in the active segment, so that may be dropped too
         try:
             return self._free_space(self, staged.group.size + DISK_ROOM)
         finally:
@@ -377,7 +377,7 @@ class Stream(Contents):
         return self.log.stage(group, settings.segment_size, sync=settings.flush)
 
     def write(self, staged: Staged, *, sync: bool) -> None:
-        """Write a staged group to the files, with `sync` to the disk; raises OSError. For any thread."""
+        """Write a staged group to the files; with `sync`, to the disk. Raises OSError. For any thread."""
         self.log.write(staged, sync=sync)
 
     def finish(self, staged: Staged, error: OSError | None) -> None:
@@ -394,7 +394,7 @@ class Stream(Contents):
             dropping = self.limits.committed(staged.group, staged.first, staged.data_bytes, now)
             try:
                 self._enforce(self.limits, dropping, now)
-            except OSError as failure:  # the messages are stored, which is what the waiters wait for
+            except OSError as failure:  # the messages are stored, and the waiters wait only for that
                 self._on_event(self.name, f"cannot apply its limits now: {failure}")
         self._set_room()
         self.queue.reschedule()
@@ -407,7 +407,7 @@ class Stream(Contents):
                 self.maintain(self.clock.now())
 
     def fail(self, error: OSError) -> None:
-        """Fail all that is pending or in flight; its numbers are given again."""
+        """Fail everything pending or in flight. Its numbers are used again."""
         failed = self.queue.next - self.log.next
         waiters = self.queue.clear(self.log.next)
         if not failed and not waiters:
@@ -431,50 +431,50 @@ class Stream(Contents):
 
     # -- syncing ---------------------------------------------------------------------------------
     def pin(self) -> None:
-        """A worker thread begins to use the files: none is closed until `unpin`."""
+        """Keep the files open for a worker thread, until `unpin`."""
         self.log.directory.pin()
 
     def unpin(self) -> None:
         self.log.directory.unpin()
 
     def unsynced(self) -> list[tuple[OpenSegment, int]]:
-        """The segments with committed bytes that may not be on the disk, with their sizes."""
+        """Return the segments with committed bytes that may not be on the disk, with their sizes."""
         return self.log.unsynced()
 
     def sync(self, work: list[tuple[OpenSegment, int]]) -> None:
-        """Wait until these are on the disk; raises OSError. For any thread."""
+        """Wait until these segments are on the disk. Raises OSError. For any thread."""
         self.log.sync(work)
 
     def synced(self, work: list[tuple[OpenSegment, int]]) -> None:
-        """Note that they are on the disk."""
+        """Record that these segments are on the disk."""
         self.log.synced(work)
 
     def begin_rewrite(self) -> None:
-        """After a failed sync: nothing is staged or removed until `end_rewrite`."""
+        """After a failed sync, prevent groups and deletions until `end_rewrite`."""
         self.queue.busy = self.log.frozen = True
         self.pin()
 
     def rewrite_unsynced(self) -> Ranges:
-        """Write what is not on the disk to new files; returns the numbers that were lost.
+        """Rewrite segments that are not on the disk to new files. Returns the numbers that were lost.
 
         Raises OSError. For any thread.
         """
         return self.log.rewrite_unsynced()
 
     def end_rewrite(self, lost: Ranges | None) -> None:
-        """`lost` is what `rewrite_unsynced` returned, None if it failed."""
+        """End the rewrite. `lost` is the result of `rewrite_unsynced`, None if it failed."""
         self.log.frozen = False
         self.unpin()
         self.queue.release()
         if lost is not None and not self.closed:
             self.log.synced([])
-            self.drop(lost, DropReason.DAMAGED)  # also if empty: it removes what was dropped meanwhile
+            self.drop(lost, DropReason.DAMAGED)  # even if empty: also removes dropped segments
 
     # -- dropping --------------------------------------------------------------------------------
     def drop(self, ranges: Ranges, reason: DropReason) -> int:
-        """Drop the messages of these ranges; returns how many there were.
+        """Drop the messages of these ranges. Returns how many there were.
 
-        Deletes segments at the front that hold no live message any more.
+        Deletes leading segments that no longer have a live message.
         """
         if self.limits is not None and reason is not DropReason.LIMITS:
             self.limits.dropping(ranges)
@@ -483,7 +483,7 @@ class Stream(Contents):
         return number
 
     def drop_upto(self, number: int, reason: DropReason) -> int:
-        """Drop all messages below `number`; as `drop`."""
+        """Drop all messages below `number`, as `drop` does."""
         return self.drop([(self.oldest, min(number, self.log.next) - 1)], reason)
 
     def _report(self, found: list[Damage]) -> None:
@@ -492,7 +492,7 @@ class Stream(Contents):
             self.limits.stale = True
 
     def _drop_segments(self, removals: Iterable[Removal]) -> None:
-        """Drop what a policy returns; raises OSError."""
+        """Drop the ranges that a policy yields. Raises OSError."""
         for upto, reason in removals:
             if upto > self.log.active.index.base:
                 self.log.replace_active(lazily=True)
@@ -515,20 +515,20 @@ class Stream(Contents):
                 self.maintain(now)
 
     def free_space(self, needed: int, *, exported_only: bool) -> bool:
-        """On a full disk, drop what may be dropped, for `needed` bytes.
+        """On a full disk, drop messages that may be dropped, to free `needed` bytes.
 
-        Returns whether there are files to delete; raises OSError.
+        Returns whether there are files to delete. Raises OSError.
         """
         self._drop_segments(segment_limits.free_space(self, needed, exported_only=exported_only))
         return bool(self.obsolete.pending)
 
     def seal(self) -> None:
-        """On a full disk with nothing to drop, begin a segment that can be dropped later; raises OSError."""
+        """On a full disk with nothing to drop, begin a segment that can be dropped later. Raises OSError."""
         if segment_limits.wants_new_segment(self) and not self.log.frozen:
             self.log.replace_active(lazily=True)
 
     def maintain(self, now: int) -> None:
-        """Apply what depends on time and on changed settings. Called regularly; raises OSError.
+        """Apply everything that depends on time or changed settings. Called regularly. Raises OSError.
 
         `now` is in ms on the age timeline.
         """
@@ -543,7 +543,7 @@ class Stream(Contents):
         self._drop_segments(segment_limits.expired(self, now))
         if self.settings.overwrite:
             self._drop_segments(segment_limits.make_room(self, self._framing))
-        elif self.settings.free_exported:  # it holds more than `max_size` if that was lowered
+        elif self.settings.free_exported:  # it may exceed a lowered `max_size`
             self._drop_segments(segment_limits.exported(self, 0))
         if self.limits is not None:
             self._enforce(self.limits, self.limits.enforce(now), now)

@@ -1,11 +1,11 @@
-"""CRC-32 of parts of a long buffer: each takes about the same time, however long the part is.
+"""Computes the CRC-32 of parts of a long buffer, each in about the same time, however long it is.
 
-A search for frames after damage may meet hostile payloads: thousands of forged headers, each for a frame that
+A search for frames after damage may find hostile payloads: thousands of forged headers, each for a frame that
 ends with the file. Reading each of these frames would take quadratic time.
 
-CRC-32 is linear: for two seeds, the values of one buffer differ by the difference of the seeds, moved past as
-many zeros as the buffer is long, whatever it contains. So the value of a part follows from the values of the
-buffer up to the part's first and last complete block, which are computed once.
+CRC-32 is linear. Whatever a buffer contains, its values for two seeds differ by the difference of the seeds,
+moved past as many zeros as the buffer is long. So the value of a part follows from the values of the buffer
+up to the part's first and last complete block, which are computed once.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from functools import cache
 from bridge.deflate import crc32
 
 BLOCK = 1024
-FEW = 4  # blocks: it is faster to read fewer than to compute
+FEW = 4  # blocks; fewer are faster to read than to compute
 _Map = list[list[int]]  # the image of each byte of a value
 
 
 class Sums:
-    """CRC-32 of the parts of one buffer; intermediate values are kept."""
+    """The CRC-32 of parts of one buffer. Intermediate values are kept."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = memoryview(data)
         self._sums = [0]  # CRC-32 of the first 0, 1, 2, ... blocks
 
     def crc32(self, start: int, end: int, seed: int) -> int:
-        """The same as `crc32(data[start:end], seed)`; the part must lie within the data."""
+        """Return `crc32(data[start:end], seed)`. The part must lie within the data."""
         first, last = -(-start // BLOCK), end // BLOCK
         if last - first <= FEW:
             return crc32(self._data[start:end], seed)
@@ -40,7 +40,7 @@ class Sums:
 
 
 def _moved_past(blocks: int, value: int) -> int:
-    """A difference of seeds, moved past so many blocks of zeros."""
+    """Move a difference of seeds past this many blocks of zeros."""
     power = 0
     while blocks:
         if blocks & 1:
@@ -57,7 +57,7 @@ def _applied(table: _Map, value: int) -> int:
 
 @cache
 def _doubled(power: int) -> _Map:
-    """The map that moves a value past 2 ** power blocks."""
+    """Return the map that moves a value past 2 ** power blocks."""
     if not power:
         zeros = bytes(BLOCK)
         return _map(lambda value: crc32(zeros, value) ^ crc32(zeros))

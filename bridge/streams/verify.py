@@ -2,8 +2,8 @@
 
 `verify` reads every frame of every segment, the indexes, both copies of each definition and the records of
 drops. The service may be running; what it is writing at that moment does not count as damage. With the keys,
-it also decrypts what is encrypted. Without them it checks framing, lengths and checksums, and reports how
-many frames it could not decrypt: that is no damage.
+it also decrypts encrypted frames. Without them it checks framing, lengths and checksums, and reports how many
+frames it could not decrypt, which is not damage.
 
 `repair` needs a stopped service. It opens every stream, which repairs what a crash has left and damaged
 records of drops. It checks every frame, quarantines damage, and rebuilds indexes and lost definitions (with
@@ -34,7 +34,7 @@ Progress = Callable[[str, int, int], None]  # stream, bytes read, bytes in all
 
 
 class Problem(Struct, rename="camel"):
-    """Something wrong: the file, what, and the sequence numbers that cannot be read because of it."""
+    """A problem: the file, a description, and the sequence numbers that cannot be read because of it."""
 
     path: str
     what: str
@@ -44,9 +44,9 @@ class Problem(Struct, rename="camel"):
 class Checked(Struct, rename="camel"):
     """One stream as it was found. Sizes in bytes.
 
-    `messages` can be read, with the key of the `encrypted` segments. `unopened` frames were not decrypted,
-    for lack of the key. `lost` are the numbers lost to earlier damage, and `quarantined` its files: these
-    are no current problems.
+    `messages` can be read, given the key of the `encrypted` segments. `unopened` frames were not decrypted,
+    for lack of the key. `lost` has the numbers lost to earlier damage, and `quarantined` its files; these are
+    not current problems.
     """
 
     name: str
@@ -65,9 +65,9 @@ class Checked(Struct, rename="camel"):
 
 
 def verify(data_dir: Path, progress: Progress = lambda *_: None, keys: Keys | None = None) -> list[Checked]:
-    """Check all streams of a data directory, read only; with `keys`, also what is encrypted.
+    """Check all streams of a data directory, without changing it; with `keys`, decrypt encrypted frames.
 
-    Raises OSError if it cannot be read, or EncryptionKeyError if the key is missing or another one.
+    Raises OSError if it cannot be read, or EncryptionKeyError if the key is missing or wrong.
     """
     if keys is not None:
         keys.check()
@@ -92,7 +92,7 @@ def _verify(data_dir: Path, directory: Path, progress: Progress, keys: Keys | No
         found.quarantined = sorted(map(str, quarantine.iterdir()))
     drops = DropLog(Files(), data)
     what, _ = recovery.check_drops(data, known)
-    if what and what == recovery.check_drops(data, known)[0]:  # it was not just being written
+    if what and what == recovery.check_drops(data, known)[0]:  # not just being written
         found.problems.append(Problem(str(data / NAME), what))
     bases = layout.segment_bases(data)
     sizes = [_size(layout.segment_path(data, base)) for base in bases]
@@ -101,7 +101,7 @@ def _verify(data_dir: Path, directory: Path, progress: Progress, keys: Keys | No
     found.oldest, found.newest = drops.first_live(first), first - 1
     for number, base in enumerate(bases):
         following = bases[number + 1] if number + 1 < len(bases) else None
-        with contextlib.suppress(FileNotFoundError):  # retention has deleted it meanwhile
+        with contextlib.suppress(FileNotFoundError):  # retention has just deleted it
             _check(found, drops, data, base, following, known, keys)
         done += sizes[number]
         progress(name, done, sum(sizes))
@@ -114,7 +114,7 @@ def _verify(data_dir: Path, directory: Path, progress: Progress, keys: Keys | No
 
 
 def check_end(data_dir: Path, directory: Path) -> list[Problem]:
-    """What is wrong with a stream's last segment: a reader takes a damaged end for an unfinished write."""
+    """Return the problems of the last segment, whose damaged end a reader takes for an unfinished write."""
     known, _ = meta.load(directory)
     data = _data_of(data_dir, directory, known)
     bases = layout.segment_bases(data)
@@ -174,7 +174,7 @@ def _check(
     if following is not None and index.next < following:
         holes = [*holes, (index.next, following - 1)]
     lost = [part for first, last in holes for part in drops.live(first, last)]
-    # A running service may change it meanwhile: check again before it counts as a problem.
+    # A running service may have changed it, so check again before it counts as a problem.
     if lost and _follows(data, base) == following:
         found.problems.append(Problem(str(path), "frames are damaged or missing", lost))
     elif following is None and written > end and path.read_bytes() == content:
@@ -195,7 +195,7 @@ def _check(
 
 
 def _follows(data: Path, base: int) -> int | None:
-    """The segment after this one, as it is now."""
+    """Return the first number of the segment that currently follows this one."""
     return next((other for other in layout.segment_bases(data) if other > base), None)
 
 
@@ -205,7 +205,7 @@ def repair(
     progress: Progress = lambda *_: None,
     keys: Keys | None = None,
 ) -> list[Checked]:
-    """Repair a data directory; returns each stream as it is afterwards, with what was wrong.
+    """Repair a data directory. Returns each stream as it is afterwards, with the problems found.
 
     `definition` returns the definition to store for a stream (by name) that has lost it. Raises
     DataDirectoryBusy while the service runs, EncryptionKeyError without the key of encrypted streams, or
