@@ -1,13 +1,13 @@
-"""The state of MQTT: sessions, subscriptions, what each client is to be sent, and what survives a restart.
+"""The state of MQTT: sessions, subscriptions, queued and retained messages, and the journal of all this.
 
-No sockets and no event loop: time and threads come from a `bridge.runtime.Runtime`, packets come as values,
-and what is sent goes to a `Line`. Only the journal touches files.
+It uses no sockets and no event loop. Time and threads come from a `bridge.runtime.Runtime`, packets come as
+values, and output goes to a `Line`. Only the journal touches files.
 
-broker                        what a connection calls; sessions in their life, wills, subscriptions
-publishing, inbox, router     what becomes of a PUBLISH; when it is answered; where it goes
-outbox, sessions, retained    what a subscriber is to be sent; one client's state; newest messages of topics
-message, store, line          a message on its way; what the broker needs of streams and of connections
+broker                        the methods that a connection calls; life of sessions, wills, subscriptions
+publishing, inbox, router     what happens to a PUBLISH; when it is answered; where it goes
+outbox, sessions, retained    the queue of a subscriber; the state of a client; retained messages
+message, store, line          a message on its way; streams and connections as the broker uses them
 turns, reports                fairness between clients; counters and log
 journal, records, journalfile, replay, recovery
-                              what survives: which records, their layout, their file, what a start makes of it
+                              the journal, its records, its file, and how a start reads it
 """

@@ -1,19 +1,19 @@
-"""The state of MQTT, without I/O: what clients are sent and what is kept of them.
+"""The state of MQTT, without I/O: what clients are sent, and their sessions.
 
-A connection (`Line`) is read by its server, which takes the packets apart and calls these methods:
+The server reads a connection (`Line`), parses the packets, and calls these methods:
 
     open          CONNECT, once the server knows the client: take-over, session; answers by callback
-    route         PUBLISH: where its topic goes for this client. With one stream and no subscriber the
-                  server appends by itself (`Route.append`)
-    publish       every other PUBLISH; `refused` if the append of the server was
-    subscribe     SUBSCRIBE: answers by callback, then sends what is retained
+    route         PUBLISH: where its topic goes for this client. With one stream and no subscriber, the
+                  server itself appends (`Route.append`)
+    publish       every other PUBLISH; `refused` if the append of the server failed
+    subscribe     SUBSCRIBE: answers by callback, then sends retained messages
     unsubscribe   UNSUBSCRIBE
     released      PUBREL. PUBACK, PUBREC and PUBCOMP go to `Session.outbox`
     set_expiry    DISCONNECT, with a Session Expiry Interval
     close         the end of the connection, with or without the will
 
-The answer to a packet goes into the `Batch` of that read, and leaves when everything that the batch has
-touched is committed (`inbox`). Time and threads come from a `Runtime`, so that a test or a simulation decides
+The answer to a packet goes into the `Batch` of its read, and is sent when everything that the batch has
+touched is committed (`inbox`). Time and threads come from a `Runtime`, so a test or a simulation can decide
 what happens when. Only the journal touches files.
 
 A session's states:
@@ -80,8 +80,8 @@ if TYPE_CHECKING:
     from bridge.mqtt.wire.packets import TopicRequest, Will
     from bridge.runtime import Runtime, Timer
 
-SETTLE_TIMEOUT = 5.0  # seconds for the commit of what a client's last connection published
-USUAL_FILTER = 256  # characters; longer ones count: there may be 16 times as many in a filter
+SETTLE_TIMEOUT = 5.0  # seconds to wait for the commit of what a client's last connection published
+USUAL_FILTER = 256  # characters; longer filters must keep all of a client's below this on average
 LONGEST_DELAY = 0xFFFF_FFF  # seconds of a timer
 REVOKED = "it could not log in any more with the name, password, token or certificate that it has shown"
 
@@ -90,14 +90,14 @@ DENIED = "`deny` of a rule or role forbids it"
 
 
 class Refused(NamedTuple):
-    """Why a CONNECT is not accepted: an MQTT 5 reason code, and a text for the log."""
+    """Why a CONNECT is refused: an MQTT 5 reason code, and a text for the log."""
 
     reason: int
     text: str
 
 
 class Opening(NamedTuple):
-    """A client that asks for its session; `identity` and `proof` are what it logged in as, and by what."""
+    """A client that asks for its session. It logged in as `identity`, by `proof`."""
 
     identity: Identity
     proof: bytes
@@ -123,7 +123,7 @@ class Broker:
     ) -> None:
         """`directory` is where the journal is; `requests` answers what clients publish on request topics.
 
-        `encrypts` returns whether a stream is encrypted: then the journal is too, with `keys`.
+        `encrypts` returns whether any stream is encrypted; then the journal is too, with `keys`.
         """
         self.runtime, self.store, self.clock, self.limits = runtime, store, clock, limits
         self.accesses = Accesses(access)
@@ -164,7 +164,7 @@ class Broker:
             self.sessions.leave(session)
 
     def stop(self) -> None:
-        """Bring the journal to the disk; sessions stay as they are."""
+        """Write the journal to the disk. Sessions stay as they are."""
         self.sessions.stop()
         self.journal.close()
         for changed in (self.router.forget_routes, self.journal.renew):
@@ -174,14 +174,14 @@ class Broker:
         """Close the connections of clients that could no longer log in, and drop their wills.
 
         Wills that wait for their delay are dropped too. The session stays for a client that comes back with
-        a new password or certificate; a session whose user is gone ends, since nobody could ever open it.
+        a new password or certificate. A session whose user is gone ends, because nobody could open it.
         """
         for session in self.sessions.all():
             if self.accesses.still_admits(session.identity, session.proof):
                 continue
             gone = self.accesses.is_gone(session.identity, session.proof)
             if session.will is None and session.line is None and not gone:
-                continue  # nothing is left to take from it, or was taken at an earlier reload
+                continue  # it has nothing to lose, or lost it at an earlier reload
             if session.will is not None:
                 self.counts["dropped_wills"] += 1
                 self.set_will(session, None)
@@ -217,10 +217,10 @@ class Broker:
     # -- CONNECT and the end ------------------------------------------------------------
 
     def open(self, inbox: Inbox, asked: Opening, done: Callable[[bool | Refused], None]) -> None:
-        """Give a client its session, taken over from the client's last connection if there still is one.
+        """Give a client its session, which it takes over from an older connection if there is one.
 
-        `done` gets whether the session was there before, or why the client is refused. It is called once the
-        journal has the session, and not at all if the connection has ended by then.
+        `done` gets whether the session existed, or why the client is refused. It is called once the journal
+        has the session, and not at all if the connection has ended by then.
         """
         client_id = asked.identity.client_id
         while not inbox.line.gone:
@@ -229,13 +229,14 @@ class Broker:
             if old is not None and foreign and (why := self._not_its_session(old, asked.identity)):
                 done(Refused(NOT_AUTHORIZED, why))
                 return
-            if not self.accesses.still_admits(asked.identity, asked.proof):  # a reload came in between
+            if not self.accesses.still_admits(asked.identity, asked.proof):  # after a reload
                 done(Refused(NOT_AUTHORIZED, "what it logged in with has been replaced"))
                 return
             if old is not None and old.line is not None:
                 old.line.fail("taken_over", "taken over by a new connection", SESSION_TAKEN_OVER)
             elif newest is not None and newest.unstored_ids:
-                # They count only once the messages are stored, and only in the session that they came in.
+                # QoS 2 ids count only once their messages are stored, and only in the session to which they
+                # belong.
                 _Settling(self, newest, inbox, asked, done)
                 return
             elif old is not None and (asked.clean or foreign or self.sessions.is_over(old)):
@@ -245,9 +246,9 @@ class Broker:
                 return
 
     def _not_its_session(self, old: Session, asked: Identity) -> str:
-        """Why a client may not end another user's session, which has the id; empty if the id is bound to it.
+        """Return why a client may not take an id from another user's session; empty if the id is bound to it.
 
-        The same id may be bound to a user of another listener. Then each keeps what it has.
+        The same id may be bound to a user of another listener too. Then the existing session stays.
         """
         if not self.accesses.owns_id(asked):
             return f"client id {asked.client_id!r} belongs to another user"
@@ -282,9 +283,9 @@ class Broker:
             journaled(None)
 
     def close(self, inbox: Inbox, *, will: bool) -> None:
-        """A connection has ended; `will`: without a DISCONNECT that discards it."""
+        """End a connection. `will`: publish the will, because no DISCONNECT has discarded it."""
         session, line = inbox.session, inbox.line
-        # The read that it ends with may still put what it has published into the inbox.
+        # The last read of the connection may still put messages into the inbox.
         self.runtime.soon(inbox.when_settled, partial(self._at_rest, inbox))
         if session is None or session.line is not line:
             return
@@ -304,14 +305,14 @@ class Broker:
         self.sessions.leave(session)
 
     def _at_rest(self, inbox: Inbox) -> None:
-        """Nothing awaits its commit any more: a client that is away holds no connection, nor its buffers."""
+        """Release a closed connection and its buffers, because no commit is pending any more."""
         inbox.line = GONE
         session = inbox.session
         if session is not None and self._newest.get(session.client_id) is inbox:
             del self._newest[session.client_id]
 
     def unstored_ids(self, session: Session) -> set[int]:
-        """QoS 2 ids of a session whose messages are not known to be stored yet."""
+        """Return the QoS 2 ids of a session whose messages may not be stored yet."""
         newest = self._newest.get(session.client_id)
         return newest.uncommitted_ids if newest is not None else set()
 
@@ -326,7 +327,7 @@ class Broker:
             self.journal.ended(session)
 
     def disconnect(self, session: Session) -> None:
-        """Close a client's connection, if it has one; its session and its will go on as ever."""
+        """Close a client's connection, if it has one. Its session stays, and its will is published."""
         if session.line is not None:
             session.line.fail("disconnected_clients", "disconnected by a command", ADMINISTRATIVE_ACTION)
 
@@ -340,7 +341,7 @@ class Broker:
         if session.will_timer is not None:
             self._will_due(session)
         self.router.end(session)
-        # Before the end of the session, also in the journal: after a kill in between twice, not never.
+        # Before the session ends, in the journal too: a kill in between causes a duplicate, not a loss.
         for out in session.outbox.shared():
             self.counts["reassigned"] += self.router.reassign(out)
         if session.persistent:
@@ -382,9 +383,9 @@ class Broker:
     # -- wills ------------------------------------------------------------
 
     def set_will(self, session: Session, will: Will | None) -> None:
-        """Set what is published if the client goes without DISCONNECT; it replaces the last one.
+        """Set or replace the message that is published if the client leaves without DISCONNECT.
 
-        A client that is back before its will's delay was over takes it back (MQTT 5 section 3.1.3.2.2).
+        A client that returns within the delay of its will cancels it (MQTT 5 section 3.1.3.2.2).
         """
         if session.will_timer is not None:
             session.will_timer.cancel()
@@ -395,11 +396,11 @@ class Broker:
                 self.journal.willed(session)
 
     def _await_will(self, session: Session) -> None:
-        """A client is gone: publish its will, if it has one, as soon as its delay is over."""
+        """Publish the will of a disconnected client, if it has one, after its delay."""
         if session.will is None:
             return
         delay = session.will.properties.get(p.WILL_DELAY, 0) if session.persistent else 0
-        # It may be gone since before a restart.
+        # The client may have disconnected before a restart.
         seconds = min(delay, session.left + delay - self.clock.now() / 1000)
         if seconds > 0:
             session.will_timer = self.runtime.later(min(seconds, LONGEST_DELAY), self._will_due, session)
@@ -409,7 +410,7 @@ class Broker:
     def _will_due(self, session: Session) -> None:
         will = session.will
         if will is not None and not session.identity.may_publish(will.topic):
-            self.counts["dropped_wills"] += 1  # its rules have changed since
+            self.counts["dropped_wills"] += 1  # the rules have changed in the meantime
             _refused(session, "will", will.topic, _why(session, "publish", will.topic))
         elif will is not None:
             head = will.qos << 1 | will.retain
@@ -420,37 +421,37 @@ class Broker:
     # -- PUBLISH ------------------------------------------------------------
 
     def route(self, session: Session, topic: bytes) -> Route:
-        """Where a topic goes for this client; a topic that it may not publish on has no streams.
+        """Return where a topic goes for this client. A topic that it may not publish on has no streams.
 
-        Raises ProtocolError for what is no topic name.
+        Raises ProtocolError if it is not a topic name.
         """
         route = self.router.route(topic)
         if not route.denied and not route.ignored and not session.identity.may_publish(route.name):
             route = self.denied(session, route, _why(session, "publish", route.name))
         if route.append is not None and session.line is not None and session.line.receipts:
             route = copy(route)
-            route.append = None  # its acknowledgements say more than the server's
+            route.append = None  # its acknowledgements have more than the server's
         return route
 
     def denied(self, session: Session, route: Route, why: str) -> Route:
-        """The route in place of one that this client may not use."""
+        """Return the route that replaces one that this client may not use."""
         _refused(session, "publish", route.name, why)
         route = Route(route.name, ())
         route.denied = True
         return route
 
     def publish(self, batch: Batch, packet: Publish, route: Route) -> None:
-        """Carry out a PUBLISH in full; its acknowledgement goes into `batch`. Raises ProtocolError."""
+        """Process a PUBLISH; its acknowledgement goes into `batch`. Raises ProtocolError."""
         self.publisher.publish(batch, packet, route)
 
     def refused(self, batch: Batch, packet: Publish, error: StreamBridgeError) -> None:
-        """A stream has refused the message of a PUBLISH: answer it."""
+        """Answer a PUBLISH whose message a stream has refused."""
         self.publisher.refused(batch, packet, error)
 
     def released(self, batch: Batch, packet_id: int) -> None:
-        """PUBREL: the client is done with a QoS 2 id. Answered, known or not, or it would ask again (4.3.3).
+        """PUBREL: the client releases a QoS 2 id. It is answered even for an unknown id (4.3.3).
 
-        It comes after PUBREC: an id that were free before would be given to two messages under way.
+        It must follow PUBREC; if the id were free before, two messages in flight could have it.
         """
         inbox = batch.inbox
         session = inbox.session
@@ -466,8 +467,8 @@ class Broker:
         elif inbox.line.level == V5:
             reason = PACKET_ID_NOT_FOUND
         if session.persistent:
-            # Were the release lost, the next message with the id would pass for a duplicate. That of a
-            # repeated PUBREL is waited for too: the journal may have failed to keep it.
+            # If the release were lost, the next message with the id would be taken for a duplicate. A
+            # repeated PUBREL waits too, because the journal may have failed to keep the release.
             batch.touched[self.journal] = None
         batch.acks += answers.ack(PUBCOMP, packet_id.to_bytes(2, "big"), reason)
 
@@ -481,17 +482,17 @@ class Broker:
         answer: Callable[[bytes], None],
         denied: Container[str] = (),
     ) -> None:
-        """Subscribe a client, but to no filter in `denied`.
+        """Subscribe a client to the filters that are not in `denied`.
 
-        `answer` gets a SUBACK code for each request once the journal has them. Then what is retained is sent.
-        Until that is done the client is read no further, so that what it does next finds the subscriptions in
+        `answer` gets a SUBACK code for each request once the journal has them. Then retained messages are
+        sent. Until then nothing more is read from the client, so its next packets find the subscriptions in
         force. Raises ProtocolError.
         """
         session, line = inbox.session, inbox.line
         assert session is not None
         began = self.turns.begin()
         codes = bytearray()
-        wanted: list[Subscription] = []  # of whose topics it gets the retained messages
+        wanted: list[Subscription] = []  # those for which it gets retained messages
         for request in requests:
             code = self._refusal(session, line, request, denied)
             if not code:
@@ -520,13 +521,13 @@ class Broker:
             self.router.send_retained(session, line, wanted, partial(line.release, "subscribe"))
 
         def journaled(_error: StreamError | None) -> None:
-            self.runtime.soon(confirm)  # never before what this read is answered with otherwise
+            self.runtime.soon(confirm)  # never before other answers of this read
 
         self.journal.after_commit(journaled)
         self.turns.spend(began)
 
     def unsubscribe(self, session: Session, filters: Sequence[str]) -> bytes:
-        """Unsubscribe a client; returns an UNSUBACK code for each filter."""
+        """Unsubscribe a client. Returns an UNSUBACK code for each filter."""
         began = self.turns.begin()
         codes = bytearray()
         for topic_filter in filters:
@@ -538,12 +539,12 @@ class Broker:
         return bytes(codes)
 
     def _refusal(self, session: Session, line: Line, request: TopicRequest, denied: Container[str]) -> int:
-        """Why a filter is not granted: an MQTT 5 reason code, or 0."""
+        """Return the MQTT 5 reason code for refusing a filter, or 0."""
         topics, shared = unshared(request.filter), request.filter.startswith(SHARE)
         if not (is_topic_filter(request.filter) and topics):
             if line.level != V5 and not shared:
                 raise ProtocolError(f"topic filter {request.filter[:80]!r}")
-            return BAD_TOPIC_FILTER  # a bad group is no violation of 3.1.1, which knows none
+            return BAD_TOPIC_FILTER  # not a violation of 3.1.1, which has no shared subscriptions
         if shared and request.options & 4:
             raise ProtocolError("No Local on a shared subscription (MQTT-3.8.3-4)", PROTOCOL_ERROR)
         known = session.subscriptions
@@ -565,7 +566,7 @@ class Broker:
         return code
 
     def _too_long(self, topic_filter: str, known: Iterable[str]) -> str:
-        """Why a long filter would take too much memory beside those that a client has; empty if not."""
+        """Return why a long filter and the client's others would take too much memory; else empty."""
         most = self.limits.subscriptions * USUAL_FILTER
         if len(topic_filter) <= USUAL_FILTER or len(topic_filter) + sum(map(len, known)) <= most:
             return ""
@@ -573,12 +574,12 @@ class Broker:
 
 
 def _why(session: Session, right: str, topic_filter: str) -> str:
-    """Why a client has no right on a topic."""
+    """Return why a client has no right on a topic."""
     return DENIED if session.identity.is_denied(right, topic_filter) else NO_RULE
 
 
 def _refused(session: Session, what: str, topic: str, why: str) -> None:
-    """The rules, or plugins, refuse something to a client."""
+    """Record and log that rules or plugins refuse something to a client."""
     identity = session.identity
     audit.record(
         what,
@@ -592,7 +593,7 @@ def _refused(session: Session, what: str, topic: str, why: str) -> None:
 
 
 class _Settling:
-    """A client whose last connection has published QoS 2 messages that still wait for their commit."""
+    """A client that waits for the commit of QoS 2 messages from its last connection."""
 
     def __init__(
         self,

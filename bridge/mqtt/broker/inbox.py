@@ -1,13 +1,13 @@
-"""How a connection's packets are answered, and when: the incoming half; `outbox` is the outgoing one.
+"""How and when a connection's packets are answered: the incoming half. `outbox` is the outgoing half.
 
-What it promises: acknowledgements leave in the order of the packets (MQTT 3.1.1 section 4.6), each after the
-commit of all streams that its message went to. Every read from the socket makes one `Batch`, and batches
-leave first in, first out. When a commit fails, its messages are not acknowledged, and neither is any behind
-them: the connection is closed.
+What it promises: acknowledgements are sent in the order of the packets (MQTT 3.1.1 section 4.6), each after
+the commit of all streams to which its message went. Every read from the socket makes one `Batch`, and batches
+are answered first in, first out. When a commit fails, neither its messages nor any later ones are
+acknowledged, and the connection is closed.
 
-A QoS 2 id goes to the journal after that commit. If the journal knew the id of a message that no stream
-holds, the message would be lost. The ids of sessions that are not persistent are settled there too. Otherwise
-the next start would take such an id for one of the client's next session, and a new message for a repetition.
+A QoS 2 id goes to the journal after that commit. If the journal had the id of a message that no stream has,
+the message would be lost. Ids of sessions that are not persistent are recorded too. Otherwise the next start
+would assign such an id to the client's next session, and take a new message for a duplicate.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.sessions import Session
     from bridge.mqtt.broker.store import Committer, Stream
 
-UNSENT_BATCHES = 1_000  # reads that wait for their commit before reading is paused
+UNSENT_BATCHES = 1_000  # reads that may wait for their commit before reading is paused
 
-# error, the counter's ending, MQTT 5 reason code: one that PUBACK, PUBREC and DISCONNECT may carry
+# Error, suffix of the counter, and an MQTT 5 reason code that PUBACK, PUBREC and DISCONNECT may have.
 _REASONS: tuple[tuple[type[StreamBridgeError], str, int], ...] = (
     (NoStream, "no_stream", BAD_TOPIC_NAME),
     (StreamFull, "full", QUOTA_EXCEEDED),
@@ -55,18 +55,18 @@ _REASONS: tuple[tuple[type[StreamBridgeError], str, int], ...] = (
     (StorageFailed, "storage", IMPLEMENTATION_ERROR),
     (Unauthorized, "not_allowed", NOT_AUTHORIZED),
     (RetainedFull, "retained", QUOTA_EXCEEDED),
-    (InvalidRequest, "invalid", IMPLEMENTATION_ERROR),  # its message id
+    (InvalidRequest, "invalid", IMPLEMENTATION_ERROR),  # an invalid message id
     (StreamBridgeError, "other", UNSPECIFIED),
 )
 
 
 def reason_of(error: StreamBridgeError) -> tuple[str, int]:
-    """Why a message is not stored: the ending of its counter, and the MQTT 5 reason code."""
+    """Return the suffix of the counter, and the MQTT 5 reason code, for a message that is not stored."""
     return next((kind, code) for cls, kind, code in _REASONS if isinstance(error, cls))
 
 
 class Batch:
-    """What one read from the socket is answered with, once everything it touched is committed."""
+    """The answers to one read from the socket, sent once everything it touched is committed."""
 
     __slots__ = ("acks", "close", "error", "failed", "ids", "inbox", "touched", "waiting")
 
@@ -75,20 +75,20 @@ class Batch:
         inbox.newest = self
         self.acks = bytearray()
         self.touched: dict[Committer, None] = {}
-        # QoS 2 ids that are in use only if the commit succeeds, and where their messages are if it does
+        # QoS 2 ids that are in use only if the commit succeeds, with the places of their messages.
         self.ids: dict[int, dict[Stream, int]] = {}
-        self.waiting = 0  # commits
+        self.waiting = 0  # the number of commits to wait for
         self.error: StreamError | None = None
         self.failed: frozenset[Committer] = frozenset()  # only kept when several are touched
         self.close: tuple[str, str, int] | None = None  # counter, text, reason: close after these acks
 
     def committed(self, error: StreamError | None, committer: Committer | None = None) -> None:
-        """Something that it touched is committed, or has failed to be."""
+        """Record that something it touched is committed or has failed."""
         if error is not None:
             if committer is not None:
                 self.failed |= {committer}
             self.error = self.error or error
-            # The connection closes once everything before is answered: store nothing behind a failure.
+            # The connection closes once everything before is answered. Store nothing after a failure.
             self.inbox.line.hold("failed")
         self.waiting -= 1
         if self.waiting:
@@ -109,12 +109,12 @@ class Lot:
         self.error: StreamError | None = None
 
     def add(self, inbox: Inbox, ack: bytes) -> None:
-        """A connection's read was one message for the stream; it is answered with this."""
+        """Add a read that was a single message for the stream, with its answer."""
         inbox.add(Single(self, ack))
         self._inboxes.append(inbox)
 
     def committed(self, error: StreamError | None) -> None:
-        """They are committed, or have failed to be."""
+        """Record that they are committed or have failed."""
         self.waiting, self.error = 0, error
         for inbox in self._inboxes:
             if error is not None:
@@ -149,53 +149,53 @@ class Inbox:
         self.line: Line = line
         self._journal = journal
         self.session: Session | None = None
-        self.newest: Batch | None = None  # of the last read; it may be handled still, and not be put yet
+        self.newest: Batch | None = None  # of the last read, which may still be being processed
         self._batches: deque[Batch | Single] = deque()
         self._held = False
         self._at_rest: list[Callable[[], object]] = []
 
     @property
     def unsettled(self) -> bool:
-        """Whether it still waits for the commit of something that it published."""
+        """Return whether it still waits for the commit of a message that it published."""
         return bool(self._batches)
 
     @property
     def unstored_ids(self) -> set[int]:
-        """QoS 2 ids in use whose messages are not known to be stored yet."""
+        """Return the QoS 2 ids in use whose messages may not be stored yet."""
         return {packet_id for batch in self._batches for packet_id in batch.ids}
 
     @property
     def uncommitted_ids(self) -> set[int]:
-        """These, and those of the read that is being handled."""
+        """Return these, and those of the read that is being processed."""
         return self.unstored_ids if self.newest is None else self.unstored_ids.union(self.newest.ids)
 
     def is_unstored(self, packet_id: int) -> bool:
-        """Whether a QoS 2 id is one of these."""
+        """Return whether a QoS 2 id is one of these."""
         return any(packet_id in batch.ids for batch in self._batches)
 
     def when_settled(self, do: Callable[[], object]) -> None:
-        """Call `do` once everything that it published is committed, or has failed to be."""
+        """Call `do` once everything that it published is committed or has failed."""
         if self._batches:
             self._at_rest.append(do)
         else:
             do()
 
     def put(self, batch: Batch) -> None:
-        """Answer a read, as soon as that may be."""
+        """Answer a read as soon as possible."""
         touched = batch.touched
         if not touched and not self._batches and batch.close is None:
             if batch.acks:
                 self.line.acknowledge(batch.acks)
             return
         if not batch.acks and batch.close is None:
-            return  # QoS 0 alone: no client waits for it
+            return  # only QoS 0, so no client waits for it
         self._batches.append(batch)
         batch.waiting = len(touched)
         if batch.waiting == 1:
             for committer in touched:
                 committer.after_commit(batch.committed)
         elif touched:
-            batch.waiting += 1  # none may be the last before all of them are known
+            batch.waiting += 1  # all must be counted before one can be the last
             for committer in touched:
                 committer.after_commit(partial(batch.committed, committer=committer))
             batch.committed(None)
@@ -258,10 +258,10 @@ class Inbox:
         """Record the QoS 2 ids of stored messages; returns whether the batch waits for the journal."""
         journal, session = self._journal, self.session
         assert session is not None
-        ids, batch.ids = batch.ids, {}  # from here on they are in use, also if the journal fails
+        ids, batch.ids = batch.ids, {}  # from here on they are in use, even if the journal fails
         if session.persistent:
             for packet_id, places in ids.items():
-                # After a restart a stream in memory is empty: what its client sends again is stored again.
+                # After a restart, a stream in memory is empty, and resent messages are stored again.
                 if any(stream.lasting for stream in places):
                     journal.received(session, packet_id)
         journal.settled_in(((at, n) for places in ids.values() for at, n in places.items()), batch)
@@ -271,8 +271,8 @@ class Inbox:
         return session.persistent
 
     def _forget_ids(self, batch: Batch | Single) -> None:
-        # The client will send these messages again. They are no duplicates then, but a stream that has
-        # one of them is not to store it twice.
+        # The client will resend these messages. Then they are not duplicates, but a stream that already has
+        # one of them must not store it twice.
         session = self.session
         if session is None:
             return

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-UNKNOWN = "unknown"  # stands for the boot where its name cannot be read
+UNKNOWN = "unknown"  # stands for a boot whose id cannot be read
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any_] = msgspec.msgpack.Decoder(Any_)
@@ -77,9 +77,9 @@ class Journal:
         keys: Keys | None = None,
         encrypts: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`boot` names this boot of the machine; empty if that is not known.
+        """`boot` is the id of this boot of the machine; empty if it is unknown.
 
-        `encrypts` returns whether the file is to be encrypted, with `keys`.
+        `encrypts` returns whether to encrypt the file, with `keys`.
         """
         self._path, self._boot = path, boot
         self.replay_points: dict[str, ReplayPoint] = {}
@@ -89,11 +89,11 @@ class Journal:
 
     @property
     def failed(self) -> bool:
-        """Whether it cannot be written, and so confirms nothing."""
+        """Return whether it cannot be written, and so confirms nothing."""
         return self._file.failed
 
     def read(self) -> list[Any_]:
-        """The records of an earlier process; call it before `open`."""
+        """Read the records of an earlier process. Call it before `open`."""
         records: list[Any_] = []
         for body in self._file.read():
             try:
@@ -110,7 +110,7 @@ class Journal:
         self._file.open()
 
     def renew(self) -> None:
-        """Streams have changed: encrypt the file if one of them is encrypted now."""
+        """Encrypt the file if a stream is encrypted now. Called when streams have changed."""
         self._file.renew()
 
     def after_commit(self, done: Callable[[StreamError | None], None]) -> None:
@@ -118,7 +118,7 @@ class Journal:
         self._file.after_commit(done)
 
     def close(self) -> None:
-        """Write and sync everything: a clean stop."""
+        """Write and sync everything, for a clean stop."""
         self._add(Booted(""))
         self._file.close()
 
@@ -155,9 +155,9 @@ class Journal:
         sender: Session | None = None,
         packet_id: int = 0,
     ) -> None:
-        """A message waits for some persistent sessions; numbers its copies.
+        """A message waits for some persistent sessions. Numbers its copies.
 
-        `packet_id`: of QoS 2, and used by its sender, whose session is persistent.
+        `packet_id`: the QoS 2 id, if the session of its sender is persistent.
         """
         number = self._numbers = self._numbers + 1
         for copy in copies:
@@ -168,7 +168,7 @@ class Journal:
         self._add(queued_record(message, number, list(zip(homes, copies, strict=True)), name, packet_id))
 
     def notes(self, session: Session) -> Notes:
-        """What the outbox of a session notes here."""
+        """Return the notes that the outbox of a session keeps here."""
         return Notes(self, session)
 
     def settled(self, session: Session, out: Outgoing) -> None:
@@ -180,7 +180,7 @@ class Journal:
         self._add(Sending(session.client_id, packet_id, out.number))
 
     def freed(self, session: Session, packet_id: int) -> None:
-        """A packet id that a persistent session sent with is free again."""
+        """A packet id with which a persistent session sent a message is free again."""
         self._add(Freed(session.client_id, packet_id))
 
     def willed(self, session: Session) -> None:
@@ -200,20 +200,20 @@ class Journal:
         self._add(Held(session.client_id, packet_id, sorted(session.partial[packet_id])))
 
     def search_from_here(self, stream: Stream) -> None:
-        """From here on QoS 2 ids are looked for in a stream at the next start.
+        """From here on, the next start searches a stream for QoS 2 ids.
 
-        Raises JournalFailed: a message that is stored now could not be found, and would be stored twice.
+        Raises JournalFailed; then a message stored now could not be found, and would be stored twice.
         """
         self.replay_points[stream.name] = ReplayPoint(stream.next_sequence)
         try:
-            # Now, not at the end of the turn: the stream may be written before that.
+            # Now and not at the end of the turn, because the stream may be written before that.
             self._file.add_at_once(_encoder.encode(Marked(stream.name, stream.next_sequence)))
         except OSError as error:
             del self.replay_points[stream.name]
             raise JournalFailed(f"{self._path}: {error}; QoS 2 messages need it") from error
 
     def settled_in(self, places: Iterable[tuple[Stream, int]], owner: object) -> None:
-        """The journal has the ids of the QoS 2 messages that streams hold under these numbers."""
+        """The journal has the ids of the QoS 2 messages with these numbers."""
         numbers: dict[Stream, list[int]] = {}
         for stream, number in places:
             numbers.setdefault(stream, []).append(number)
@@ -225,7 +225,7 @@ class Journal:
     def not_stored(
         self, places: Iterable[Mapping[Stream, int]], failed: AbstractSet[object], owner: object
     ) -> None:
-        """Messages were not stored everywhere; `failed` names the streams that failed, none means all."""
+        """Messages were not stored in all streams; `failed` has those that failed, none means all."""
         known = [(at, n) for one in places for at, n in one.items() if at.name in self.replay_points]
         self.settled_in((pair for pair in known if failed and pair[0] not in failed), owner)
         for stream, number in known:
@@ -241,7 +241,7 @@ class Journal:
 
 
 class Notes:
-    """An outbox's notes (`outbox.Notes`), of which the journal keeps those of a persistent session."""
+    """The notes of an outbox (`outbox.Notes`). The journal keeps those of persistent sessions."""
 
     __slots__ = ("_journal", "_session")
 
@@ -249,7 +249,7 @@ class Notes:
         self._journal, self._session = journal, session
 
     def settled(self, out: Outgoing) -> None:
-        """A message need not be kept any longer."""
+        """A message need no longer be kept."""
         if out.number:
             self._journal.settled(self._session, out)
 
@@ -280,9 +280,9 @@ class Notes:
 
 
 def survived(records: Iterable[Record], boot: str) -> bool:
-    """Whether nothing is missing at the end: after a clean stop, and while the machine runs on.
+    """Return whether the journal is complete: after a clean stop, or within the same boot.
 
-    Where the boot has no name, a start that no clean stop came before counts as one after a power cut.
+    If the boot id is unknown, a start without a clean stop before it counts as one after a power cut.
     """
     boots = [record.boot for record in records if isinstance(record, Booted)]
     return bool(boots) and boots[-1] in ("", boot or None)

@@ -45,18 +45,18 @@ _FRAME = struct.Struct(">II")
 DIRECTORY, NAME = "mqtt", "sessions.journal"
 _SEALED = 0x80000000
 _CONTEXT = b"journal"
-SLACK = 4 * 1024 * 1024  # bytes of dead records that do not yet make a snapshot worth while
+SLACK = 4 * 1024 * 1024  # bytes of obsolete records up to which a snapshot is not worthwhile
 SYNC_INTERVAL = 1.0
 RETRY_INTERVAL = 1.0
 
 
 class _Copy:
-    """A snapshot beside the file, which is to take its place; records go to both meanwhile."""
+    """A snapshot that will replace the file. Until then, records go to both."""
 
     def __init__(self, journal: Path, data: bytes) -> None:
         """Raises OSError."""
         self.path = journal.with_suffix(".new")
-        self.path.unlink(missing_ok=True)  # a thread may still be writing to one that was dropped
+        self.path.unlink(missing_ok=True)  # a thread may still be writing to a dropped one
         self.fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self.size = self.least = len(data)
 
@@ -66,11 +66,11 @@ class _Copy:
 
     def drop(self) -> None:
         os.close(self.fd)
-        self.path.unlink(missing_ok=True)  # it takes room
+        self.path.unlink(missing_ok=True)  # it takes up space
 
 
 class JournalFile:
-    """The file that bodies of records are written to."""
+    """The file to which bodies of records are written."""
 
     def __init__(
         self,
@@ -80,13 +80,13 @@ class JournalFile:
         keys: Keys | None = None,
         encrypts: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`snapshot` returns the bodies of everything that is alive.
+        """`snapshot` returns the bodies of all live records.
 
         `encrypts` returns whether to encrypt them with `keys`.
         """
         self.path, self._runtime, self._snapshot = path, runtime, snapshot
         self._keys, self._encrypts = keys, encrypts
-        self._sealed = False  # what the last snapshot was
+        self._sealed = False  # whether the last snapshot was encrypted
         self.failed = False
         self._open = False
         self._fd = -1
@@ -97,10 +97,10 @@ class JournalFile:
         self._write_timer: Timer | None = None
         self._sync_timer: Timer | None = None
         self._copy: _Copy | None = None
-        self._copying = False  # a thread is at work on a copy, which may have been dropped since
+        self._copying = False  # a thread writes a copy, which may already be dropped
 
     def read(self) -> Iterator[bytes]:
-        """The bodies that an earlier process wrote; call it before `open`. Raises EncryptionKeyError."""
+        """Read the bodies of an earlier process. Call it before `open`. Raises EncryptionKeyError."""
         data = self.path.read_bytes() if self.path.exists() else b""
         pos = 0
         for body, is_sealed, end in _frames(data):
@@ -120,7 +120,7 @@ class JournalFile:
     def open(self) -> None:
         """Begin to write, with a snapshot. Raises OSError if the file cannot be written.
 
-        A full disk is waited for: a start that fails would keep exports from making room.
+        It waits while the disk is full, because a failed start would keep exports from freeing space.
         """
         try:
             make_directory(self.path.parent)
@@ -133,7 +133,7 @@ class JournalFile:
         self._open = True
 
     def renew(self) -> None:
-        """Replace the file by an encrypted one, if that is wanted now and was not before."""
+        """Replace the file by an encrypted one, if encryption has been switched on."""
         if self._open and not self._sealed and self._encrypts():
             self.failed = True  # nothing is confirmed until then
             self._write_in(0)
@@ -157,7 +157,7 @@ class JournalFile:
             if self.failed:
                 self._write_snapshot()
                 self.failed = False
-                self._buffer = []  # the snapshot has it
+                self._buffer = []  # the snapshot has its content
             else:
                 self._append(b"".join(self._framed(body)))
         except OSError as problem:
@@ -185,7 +185,7 @@ class JournalFile:
         self._drop_copy()
         self._write()
         if self._write_timer is not None:
-            self._write_timer.cancel()  # it has failed
+            self._write_timer.cancel()  # the write has failed
         if self._fd < 0:
             return
         try:
@@ -198,7 +198,7 @@ class JournalFile:
     # -- writing ------------------------------------------------------------
 
     def _write(self) -> None:
-        """Write what has gathered in this turn."""
+        """Write the records of this turn."""
         self._write_timer = None
         error: StreamError | None = None
         try:
@@ -230,7 +230,7 @@ class JournalFile:
             self._copy.append(data)
 
     def _begin_copy(self) -> None:
-        """Have a snapshot written if most of the file is dead."""
+        """Start a snapshot if most of the file is obsolete."""
         if self._copy is not None or self._copying or not self._open:
             return
         if self._size > 4 * self._least + SLACK:
@@ -240,7 +240,7 @@ class JournalFile:
             self._fill(self._copy, frames, self._filled)
 
     def _cannot_write(self, problem: OSError) -> None:
-        self._drop_copy()  # it may lack what was to be written
+        self._drop_copy()  # it may lack records that could not be written
         if not self.failed:
             log.error(
                 "%s: %s; persistent sessions are not acknowledged until it can be written",
@@ -264,7 +264,7 @@ class JournalFile:
 
     def _sync(self) -> None:
         self._sync_timer, self._unsynced, self._syncing = None, False, True
-        fd = os.dup(self._fd)  # a snapshot may replace the file meanwhile
+        fd = os.dup(self._fd)  # a snapshot may replace the file during the sync
         self._runtime.work(partial(_sync_and_close, fd), self._synced)
 
     def _synced(self, error: BaseException | None) -> None:
@@ -306,14 +306,14 @@ class JournalFile:
         self._runtime.work(work, partial(done, copy))
 
     def _filled(self, copy: _Copy, error: BaseException | None) -> None:
-        """The snapshot is on the disk; sync what has come meanwhile."""
+        """The snapshot is on the disk. Sync the records added since."""
         if error is None and self._copy is copy:
             self._fill(copy, b"", self._complete)
         else:
             self._copied(copy, error)
 
     def _complete(self, copy: _Copy, error: BaseException | None) -> None:
-        """The snapshot and what came meanwhile are on the disk; put it in the file's place."""
+        """The snapshot and the records added since are on the disk. Replace the file by it."""
         if error is None and self._copy is copy:
             try:
                 self._install(copy)
@@ -347,7 +347,7 @@ class JournalFile:
 
 
 def _frames(data: bytes) -> Iterator[tuple[bytes, bool, int]]:
-    """The bodies up to damage, with whether they are sealed, and where they end."""
+    """Return the bodies up to damage, each with whether it is sealed, and where they end."""
     pos = 0
     while pos + _FRAME.size <= len(data):
         length, check = _FRAME.unpack_from(data, pos)
@@ -360,7 +360,7 @@ def _frames(data: bytes) -> Iterator[tuple[bytes, bool, int]]:
 
 
 def openings(data_dir: Path) -> set[int]:
-    """The numbers of the opening keys that the journal of a data directory needs; raises OSError."""
+    """Return the numbers of the opening keys that a directory's journal needs. Raises OSError."""
     path = data_dir / DIRECTORY / NAME
     data = path.read_bytes() if path.exists() else b""
     return {opening_of(body) for body, is_sealed, _ in _frames(data) if is_sealed}

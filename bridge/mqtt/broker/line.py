@@ -1,4 +1,4 @@
-"""What the broker needs of a client's connection; `server.connection` is one, and a test may be another."""
+"""A client's connection as the broker uses it. `server.connection` implements it, and so may a test."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Protocol
 
 
 class Line(Protocol):
-    """A connection to one client. The broker writes packets to it, and holds what the client sends."""
+    """A connection to one client. The broker writes packets to it, and can stop reading from it."""
 
     address: str  # the client's host
     level: int  # of the protocol: `packets.V31`, `V311` or `V5`
     bridge: bool  # the client is another broker
-    writable: bool  # False while the client does not read what it is sent
-    receive_maximum: int  # QoS 1 and 2 messages that the client takes at a time
-    max_packet_out: int  # bytes of a packet that the client takes
+    writable: bool  # False while the client does not read its packets
+    receive_maximum: int  # QoS 1 and 2 messages that the client accepts at a time
+    max_packet_out: int  # the largest packet that the client accepts, in bytes
     explains: bool  # the client may be sent Reason Strings and User Properties (MQTT-3.1.2-29)
-    receipts: bool  # and wants to know where its messages are stored (`receipts`)
+    receipts: bool  # the client asks where its messages are stored (`receipts`)
 
     @property
     def name(self) -> str:
@@ -27,29 +27,29 @@ class Line(Protocol):
 
     @property
     def gone(self) -> bool:
-        """Whether it is closed, or is being closed."""
+        """Return whether it is closed or being closed."""
 
     def full_of_subscriptions(self, count: int) -> str:
-        """Why a client that has `count` topic filters may have no more; empty if it may."""
+        """Return why a client with `count` topic filters may not have more; empty if it may."""
 
     def send(self, data: bytes) -> None:
-        """Write a packet; nothing happens if it is gone."""
+        """Write a packet. Does nothing if the client is gone."""
 
     def acknowledge(self, acks: bytes | bytearray) -> None:
-        """Write acknowledgements; nothing happens if it is gone."""
+        """Write acknowledgements. Does nothing if the client is gone."""
 
     def hold(self, why: str) -> None:
-        """Read no further from the client until `release` is called with the same reason."""
+        """Stop reading from the client until `release` is called with the same reason."""
 
     def release(self, why: str) -> None:
-        """Read on, unless there is another reason not to; nothing happens if this was none."""
+        """Resume reading, unless another reason holds. Does nothing if this reason does not hold."""
 
     def fail(self, counter: str, why: str, reason: int) -> None:
-        """Close it, with an MQTT 5 reason code for the client; `counter` and `why` are for us."""
+        """Close it, with an MQTT 5 reason code for the client; `counter` and `why` are for the operator."""
 
 
 class Gone:
-    """The line of an inbox that has nothing more to answer, so that the connection is held by nothing."""
+    """The line of an inbox that has nothing more to answer, so that the connection can be freed."""
 
     address = name = ""
     level, bridge, local, writable, gone = 4, False, False, False, True

@@ -30,7 +30,7 @@ class Subscription(NamedTuple):
 
 
 class Receiver(NamedTuple):
-    """What one session's matching subscriptions ask for together.
+    """The combined options of one session's matching subscriptions.
 
     A message that several filters match is delivered once, at the highest QoS of them (MQTT-3.3.5-1).
     """
@@ -50,15 +50,15 @@ def receiver_of(subscriptions: list[Subscription]) -> Receiver:
 
 
 def expiry_of(properties: p.Properties | None, clock: Clock) -> Deadline | None:
-    """When a message with these properties expires (MQTT 5 section 3.3.2.3.3); None: it does not."""
+    """Return when a message with these properties expires (MQTT 5 section 3.3.2.3.3); None: never."""
     seconds = properties.get(p.MESSAGE_EXPIRY) if properties else None
     return None if seconds is None else clock.deadline(seconds)
 
 
 def headers_of(flags: int, properties: p.Properties, client: str, packet_id: int, refused: str = "") -> bytes:
-    """The headers that a stream keeps of a PUBLISH (layout: `bridge.streams.headers`).
+    """Return the headers that a stream keeps of a PUBLISH (layout: `bridge.streams.headers`).
 
-    `flags` are those of the fixed header; `client` and `packet_id` say who sent it, where that is kept;
+    `flags` are those of the fixed header. `client` and `packet_id` identify the sender, if that is kept.
     `refused` says why its own stream refused it.
     """
     expiry = properties.get(p.MESSAGE_EXPIRY)
@@ -92,7 +92,7 @@ def size_of(topic: bytes, payload: bytes, properties: p.Properties | None = None
 
 
 class Message:
-    """One PUBLISH to be delivered. Not changed once it is made; shared by all its receivers.
+    """One PUBLISH to be delivered. It is immutable, and all its receivers share it.
 
     `expires` takes the place of the Message Expiry Interval among the properties: see `expiry_of`. `size` is
     roughly the bytes that it holds in memory.
@@ -117,7 +117,7 @@ class Message:
         self._plain: tuple[bytes, ...] = ()
 
     def expired(self) -> bool:
-        """Whether its Message Expiry Interval has passed (MQTT 5 section 3.3.2.3.3)."""
+        """Return whether its Message Expiry Interval has passed (MQTT 5 section 3.3.2.3.3)."""
         return self.expires is not None and self.expires.passed()
 
     def packet(
@@ -130,9 +130,9 @@ class Message:
         dup: bool = False,
         identifiers: tuple[int, ...] = (),
     ) -> tuple[bytes, ...]:
-        """The PUBLISH packet for a receiver (section 3.3), in pieces: a large payload is not copied."""
+        """Return the PUBLISH packet for a receiver (section 3.3), in pieces that avoid a large copy."""
         if level != V5 and not qos and not retain:
-            # The same bytes for everybody: made once.
+            # Everybody gets the same bytes, so they are made once.
             self._plain = self._plain or self._packet(PUBLISH, b"")
             return self._plain
         head = PUBLISH | qos << 1 | retain | dup << 3

@@ -1,4 +1,4 @@
-"""What one session is still to be sent: at-least-once delivery to a subscriber.
+"""The outgoing queue of one session: at-least-once delivery to a subscriber.
 
 What it promises (MQTT 3.1.1 sections 4.3 to 4.6): a QoS 1 or 2 message stays here until the subscriber
 has acknowledged it, however slowly; when the subscriber comes back, what it had not acknowledged is
@@ -7,12 +7,13 @@ and no more than the subscriber takes at a time; beyond them `queued_messages` a
 then the oldest is dropped and counted. So it is when all sessions together hold too much (`memory`).
 A QoS 0 message waits here only while the subscriber reads too slowly, and is forgotten when it goes.
 
-QoS 2 is exactly once, also across a kill of the bridge: a persistent session's packet id is in the journal
-before its PUBLISH goes, and that the message is settled before its PUBREL goes. The states of a packet id:
+QoS 2 is exactly once, even across a kill of the gateway. For a persistent session, the packet id is in the
+journal before its PUBLISH is sent, and the end of the message is there before its PUBREL is sent. The states
+of a packet id:
 
     noted       its record is being written; nothing has been sent
     in flight   PUBLISH may have been sent, and is sent again on the next connection
-    settled     PUBREC has come: the record is being written, and PUBLISH is never sent again
+    settled     PUBREC has arrived: the record is being written, and PUBLISH is never sent again
     released    PUBREL has been sent, and is sent again on the next connection; PUBCOMP frees the id
 
 QoS 1 has only `in flight`.
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
     from bridge.mqtt.settings import Limits
 
 
-NO_LIMIT = 0xFFFF_FFFF  # the Maximum Packet Size of a client that names none
+NO_LIMIT = 0xFFFF_FFFF  # the Maximum Packet Size of a client that states none
 IDLE = (False, False, -1)  # the `Outbox.load` of one that sends at once,
-UNFIT = (True, True, sys.maxsize)  # and of one whose client does not take packets of this size
+UNFIT = (True, True, sys.maxsize)  # and of one whose client does not accept packets of this size
 
 
 class Outgoing:
@@ -68,16 +69,16 @@ class Outgoing:
 
 
 class Notes(Protocol):
-    """What a session's outbox has put down, so that a start finds it."""
+    """The notes of a session's outbox, which the next start reads."""
 
     def settled(self, out: Outgoing) -> None:
-        """A message need not be kept any longer."""
+        """A message need no longer be kept."""
 
     def sending(self, packet_id: int, out: Outgoing, then: Callable[[], None]) -> None:
-        """A QoS 2 message gets this packet id; `then` is called once that is kept."""
+        """A QoS 2 message gets this packet id. `then` is called once that is kept."""
 
     def releasing(self, then: Callable[[], None]) -> None:
-        """`then` is called once all messages that are settled by now are."""
+        """Call `then` once the journal has all messages settled so far."""
 
     def freed(self, packet_id: int) -> None:
         """A QoS 2 packet id is no longer in use."""
@@ -98,18 +99,18 @@ class Outbox:
         self.held = 0
         self._queue: deque[Outgoing] = deque()
         self._inflight: dict[int, Outgoing] = {}
-        self._again: dict[int, Outgoing] = {}  # those of them that this connection has not been sent yet
-        self._released: dict[int, bool] = {}  # QoS 2 ids after PUBREC; whether PUBREL may go
+        self._again: dict[int, Outgoing] = {}  # of these, the ones to resend on this connection
+        self._released: dict[int, bool] = {}  # QoS 2 ids after PUBREC; whether PUBREL may be sent
         self._bytes = self._next_id = 0
         self._line: Line | None = None
 
     def __len__(self) -> int:
-        """How many messages are waiting, or under way and not received."""
+        """Return how many messages wait, or are in flight and not received."""
         return len(self._queue) + len(self._inflight)
 
     @property
     def size(self) -> int:
-        """Roughly the bytes of the messages that wait."""
+        """Return roughly the bytes of the waiting messages."""
         return self._bytes
 
     def hold(self, size: int) -> None:
@@ -122,23 +123,23 @@ class Outbox:
                 memory.exceeded()
 
     def restore(self, out: Outgoing, packet_id: int) -> None:
-        """An earlier process gave a QoS 2 message this packet id, and may have sent it."""
+        """Restore a QoS 2 message that an earlier process may have sent with this packet id."""
         out.noted = out.sent = True
         self._inflight[packet_id] = out
         self.hold(out.message.size)
 
     def restore_released(self, packet_id: int) -> None:
-        """An earlier process gave this packet id to a QoS 2 message that need not be sent again."""
+        """Restore the packet id of a QoS 2 message that need not be sent again."""
         self._released[packet_id] = True
 
     def release_all(self) -> None:
-        """An earlier process may have used any QoS 2 packet id, for messages that are not known any more."""
+        """Release all QoS 2 packet ids, any of which an earlier process may have used for lost messages."""
         for packet_id in range(1, self._limits.in_flight + 1):
             if packet_id not in self._inflight:
                 self._released.setdefault(packet_id, True)
 
     def put(self, out: Outgoing) -> None:
-        """Send a message now if it may go, or let it wait."""
+        """Send a message now if possible, or queue it."""
         line = self._line
         if line is None:
             if not out.qos:
@@ -158,10 +159,10 @@ class Outbox:
         self._notes.settled(self._pop())
 
     def load(self, out: Outgoing) -> tuple[bool, bool, int] | None:
-        """How busy it is, to choose the least busy one for a message: `IDLE` is least, `UNFIT` most.
+        """Return how busy it is, to choose the least busy one for a message: `IDLE` is least, `UNFIT` most.
 
-        In between: whether its queue is full, whether its client is away, the number of its messages. None
-        if the client is away and the message has QoS 0.
+        In between: whether its queue is full, whether its client is disconnected, the number of its messages.
+        None if the client is away and the message has QoS 0.
         """
         line = self._line
         if line is None:
@@ -170,7 +171,7 @@ class Outbox:
         elif line.max_packet_out < NO_LIMIT and self._too_large(line, out):
             return UNFIT
         elif line.writable and not self._queue and not self._again and (not out.qos or self._room(line)):
-            return IDLE  # as in `put`, for which a call would cost too much
+            return IDLE  # repeats the test of `put`, because a call would cost too much
         limits, size = self._limits, self._bytes + out.message.size
         full = len(self._queue) >= limits.queued_messages or size > limits.queued_bytes
         return full, line is None, len(self)
@@ -197,7 +198,7 @@ class Outbox:
             self._notes.settled(out)
 
     def attach(self, line: Line) -> None:
-        """The session has a connection: send again what it had not acknowledged, then what waits."""
+        """Use a new connection: resend unacknowledged messages, then send waiting ones."""
         self._line = line
         self._again = {packet_id: out for packet_id, out in self._inflight.items() if out.noted}
         for packet_id, kept in self._released.items():
@@ -206,7 +207,7 @@ class Outbox:
         self.pump()
 
     def detach(self) -> None:
-        """The session lost its connection."""
+        """Stop, because the session has lost its connection."""
         self._line = None
         kept = [out for out in self._queue if out.qos]
         self._queue = deque(kept)
@@ -215,7 +216,7 @@ class Outbox:
         self.hold(self._bytes)
 
     def pump(self) -> None:
-        """Send what may go now."""
+        """Send the messages that may be sent now."""
         line = self._line
         while line is not None and self._again and line.writable:
             if not self._room(line):
@@ -230,7 +231,7 @@ class Outbox:
     def puback(self, packet_id: int) -> None:
         """PUBACK: the subscriber has the message (an unknown id is ignored, as 4.3.2 allows).
 
-        As `pubrec` and `pubcomp` it raises ProtocolError for an id whose message has another QoS.
+        Like `pubrec` and `pubcomp`, raises ProtocolError for an id whose message has another QoS.
         """
         self._check(packet_id, 1)
         self._done(packet_id)
@@ -283,23 +284,23 @@ class Outbox:
             line.send(ack(PUBREL, packet_id.to_bytes(2, "big"), SUCCESS if known else PACKET_ID_NOT_FOUND))
 
     def _release(self, packet_id: int) -> None:
-        """A start will know that the message is settled."""
+        """The journal has the end of the message: send PUBREL."""
         if packet_id in self._released:
             self._released[packet_id] = True
             if self._line is not None:
                 self._line.send(ack(PUBREL, packet_id.to_bytes(2, "big")))
 
     def pending(self) -> list[Outgoing]:
-        """Everything not yet acknowledged, oldest first."""
+        """Return all messages that are not acknowledged yet, oldest first."""
         return [*self._inflight.values(), *self._queue]
 
     def ids(self) -> list[tuple[int, int]]:
-        """The QoS 2 packet ids in use, in order, each with the number of its message; 0: it has none."""
+        """Return the QoS 2 packet ids in use, in order, with the numbers of their messages; 0: none."""
         flying = [(packet_id, out.number) for packet_id, out in self._inflight.items() if out.qos == 2]
         return [*flying, *((packet_id, 0) for packet_id in self._released)]
 
     def shared(self) -> list[Outgoing]:
-        """What other members of a shared subscription may get, oldest first: not QoS 2 that was sent."""
+        """Return messages that other members of a shared subscription may get; not sent QoS 2 ones."""
         return [out for out in self.pending() if out.share and not (out.sent and out.qos == 2)]
 
     def clear(self) -> None:
@@ -315,7 +316,7 @@ class Outbox:
         self._bytes = 0
 
     def _too_large(self, line: Line, out: Outgoing) -> bool:
-        """Whether a message makes a larger packet than the client takes."""
+        """Return whether the packet of a message is larger than the client accepts."""
         pieces = out.message.packet(line.level, out.qos, packet_id=1, identifiers=out.identifiers)
         return sum(map(len, pieces)) > line.max_packet_out
 
@@ -345,13 +346,13 @@ class Outbox:
             self._notes.sending(packet_id, out, partial(self._noted, packet_id, out))
 
     def _noted(self, packet_id: int, out: Outgoing) -> None:
-        """A start will know the message's packet id."""
+        """The journal has the message's packet id: send it."""
         if self._inflight.get(packet_id) is not out:
             return
         out.noted = True
         line = self._line
         if self._again:
-            self._again[packet_id] = out  # after those before it
+            self._again[packet_id] = out  # in order
         elif line is not None:
             self._write(line, out, packet_id)
 
@@ -376,7 +377,7 @@ class Outbox:
         )
         size = sum(map(len, pieces))
         if size > line.max_packet_out:
-            # The subscriber cannot take packets of this size (MQTT 5 section 3.1.2.11.4).
+            # The subscriber does not accept packets of this size (MQTT 5 section 3.1.2.11.4).
             self._counts["dropped_too_large"] += 1
             if self._inflight.pop(packet_id, None) is not None:
                 self.hold(-out.message.size)

@@ -1,16 +1,16 @@
-"""What becomes of a PUBLISH: stored, retained, delivered, refused.
+"""What happens to a PUBLISH: it is stored, retained, delivered or refused.
 
-The connection's hot path handles a plain append. This handles flags, properties, subscribers, refusals, and
-wills.
+The connection's hot path handles a plain append. This module handles flags, properties, subscribers, refusals
+and wills.
 
-A message that a stream refuses is never acknowledged as if it were stored. MQTT 5 has reason codes for
-that (section 3.4.2.1). To a 3.1.1 client a PUBACK is a promise, so its connection is closed with a counted
-and logged reason, after the acknowledgements of what came before. QoS 0 is dropped and counted.
+A message that a stream refuses is never acknowledged as if it were stored. MQTT 5 has reason codes for that
+(section 3.4.2.1). For a 3.1.1 client a PUBACK is a promise, so its connection is closed, with a counted and
+logged reason, after the acknowledgements of earlier messages. QoS 0 is dropped and counted.
 
-A refusal is permanent if the same message would be refused again whatever is exported or purged meanwhile
-(`PERMANENT`). A 3.1.1 client would send such a message again at each connection, and never get to the next.
-With `[mqtt] refused_stream` it is stored there instead, and acknowledged as any other: in none of its own
-streams, to no subscriber, and not retained.
+A refusal is permanent (`PERMANENT`) if the same message would be refused again, whatever is exported or
+purged until then. A 3.1.1 client would resend such a message on each connection, and never get to the next
+one. With `[mqtt] refused_stream` it is stored there instead, and acknowledged as usual. It goes to none of
+its own streams and to no subscriber, and is not retained.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.store import Committer, Store, Stream
     from bridge.mqtt.broker.turns import Turns
 
-    # Answers a PUBLISH on a request topic: the session, the topic, the packet. Raises Unauthorized.
+    # Answers a PUBLISH on a request topic. Arguments: session, topic, packet. Raises Unauthorized.
     Requests = Callable[[Session, str, Publish], None]
 
 RECEIVE_MAXIMUM = 4_096  # QoS 2 messages of an MQTT 5 client between PUBLISH and PUBREL; CONNACK announces it
 
-# Too large for the stream, or no such stream. Not: full, a disk that fails, or what the rules forbid.
+# Too large for the stream, or no such stream; not a full stream, a failing disk or a missing right.
 PERMANENT = (MessageTooLarge, NoStream)
 LONGEST_REASON = 500  # characters of an error that are stored with the message
 _NONE: frozenset[Stream] = frozenset()
 
 
 class Publisher:
-    """Carries out the PUBLISH packets of all clients, and their wills."""
+    """Processes the PUBLISH packets of all clients, and their wills."""
 
     def __init__(
         self,
@@ -80,13 +80,13 @@ class Publisher:
         self.refused_stream: str | None = None  # `[mqtt] refused_stream`
 
     def publish(self, batch: Batch, packet: Publish, route: Route) -> None:
-        """Carry out one PUBLISH (section 3.3); `batch` gets its acknowledgement. Raises ProtocolError."""
+        """Process one PUBLISH (section 3.3); `batch` gets its acknowledgement. Raises ProtocolError."""
         session, qos, number = batch.inbox.session, packet.qos, packet.number
         assert session is not None
         if packet.head & 14 == 8:
             raise ProtocolError("a PUBLISH of QoS 0 with DUP (MQTT-3.3.1-2)")
         if qos == 2 and number in session.incoming:
-            batch.acks += b"\x50\x02" + packet.packet_id  # stored before: once per packet id (4.3.3)
+            batch.acks += b"\x50\x02" + packet.packet_id  # already stored: once per packet id (4.3.3)
             if session.persistent:
                 batch.touched[self._journal] = None  # which may have failed to keep the id
             return
@@ -123,7 +123,7 @@ class Publisher:
         self._acknowledge(batch, packet, places, known)
 
     def refused(self, batch: Batch, packet: Publish, error: StreamBridgeError) -> None:
-        """A message was refused: keep it in `refused_stream`, answer with the reason, or close (3.1.1)."""
+        """Handle a refused message: keep it in `refused_stream`, answer with the reason, or close (3.1.1)."""
         line, session = batch.inbox.line, batch.inbox.session
         assert session is not None
         try:
@@ -131,7 +131,7 @@ class Publisher:
             have = session.partial.get(packet.number, frozenset()) if again else frozenset()
             places = self._keep_refused(session.client_id, session.identity.label, packet, error, have)
         except StreamError as other:
-            error, places = other, None  # that stream is full, for example: the client will send it again
+            error, places = other, None  # if that stream is full, for example, the client will resend it
         if places is not None:
             batch.touched.update(dict.fromkeys(places))
             self._acknowledge(batch, packet, places, _NONE)
@@ -149,7 +149,7 @@ class Publisher:
             line.hold("rejected")
 
     def publish_will(self, session: Session, will: Publish) -> None:
-        """Publish the will of a client that went without DISCONNECT (section 3.1.2.5)."""
+        """Publish the will of a client that left without DISCONNECT (section 3.1.2.5)."""
         if self._router.route(will.topic).ignored:
             return
         try:
@@ -163,7 +163,7 @@ class Publisher:
     def bring(
         self, client: str, label: str, holder: Holder, packet: Publish, *, keep_copies: bool = False
     ) -> list[Committer]:
-        """Publish a message that no connection has brought: a will, or one of another broker.
+        """Publish a message that did not come over a connection: a will, or one from another broker.
 
         `client` is the publisher's client id, `label` its name in the log, and `holder` who a retained
         message counts for. `keep_copies`: the journal keeps its copies for persistent sessions, also if it is
@@ -171,7 +171,7 @@ class Publisher:
         RetainedFull, and then it is nowhere.
         """
         route = self._router.route(packet.topic)
-        head = packet.head & 9  # its packet id is not the client's here: there is no QoS 2 to complete
+        head = packet.head & 9  # no QoS 2 here: a packet id in it is not one of the client's
         touched: list[Committer] = list(route.streams)
         try:
             if packet.head & 1:
@@ -196,9 +196,9 @@ class Publisher:
     def _append(
         self, session: Session, packet: Publish, route: Route
     ) -> tuple[dict[Stream, int], AbstractSet[Stream]]:
-        """Append a message to its streams, to all or to none.
+        """Append a message to all of its streams or to none.
 
-        Returns its number in each, and those that have it already by its message id. Raises StreamError, or
+        Returns its number in each, and the streams that already have its message id. Raises StreamError, or
         InvalidRequest for the id.
         """
         kept, name, known = _headers(session.client_id, packet, route), b"", _NONE
@@ -208,7 +208,7 @@ class Publisher:
             fresh = tuple(stream for stream in streams if stream not in known)
         if len(fresh) > 1:
             for stream in fresh:
-                stream.ensure_admits(packet.topic, packet.payload, kept, name)  # it will be sent again to all
+                stream.ensure_admits(packet.topic, packet.payload, kept, name)  # it would be resent to all
         if packet.qos == 2:
             self._search_from_here(fresh, packet, kept)
         return {stream: stream.append(packet.topic, packet.payload, kept, name) for stream in streams}, known
@@ -235,7 +235,7 @@ class Publisher:
             assert session is not None
             session.take_ids((packet.number,))
             if not places and session.persistent:
-                # The journal has the message, or nothing has: no commit of a stream has to come first.
+                # No stream has the message, so the journal need not wait for a commit.
                 self._journal.received(session, packet.number)
                 batch.touched[self._journal] = None
                 return
@@ -245,7 +245,7 @@ class Publisher:
                 self._journal.replay_points[stream.name].expect(place, batch)
 
     def _search_from_here(self, streams: tuple[Stream, ...], packet: Publish, kept: bytes) -> None:
-        """Have these streams searched for QoS 2 ids at the next start, from here on. Raises StreamError."""
+        """Let the next start search these streams for QoS 2 ids, from here on. Raises StreamError."""
         for stream in streams:
             if stream.name not in self._journal.replay_points:
                 stream.ensure_admits(packet.topic, packet.payload, kept)  # a refused one leaves nothing
@@ -259,10 +259,10 @@ class Publisher:
         error: StreamBridgeError,
         have: AbstractSet[str] = frozenset(),
     ) -> dict[Stream, int] | None:
-        """Store a message in `refused_stream` and return where; None if there is none, or it need not.
+        """Store a message in `refused_stream` and return its place; None without one, or if not needed.
 
-        `have` are the streams that have it since an earlier attempt. Raises the StreamError of that stream,
-        but MessageTooLarge: then it is as if there were none.
+        `have` has the streams that stored it in an earlier attempt. Raises the StreamError of that stream,
+        except MessageTooLarge, which counts as no such stream.
         """
         name = self.refused_stream
         if name is None or name not in self._store.definitions or not isinstance(error, PERMANENT):
@@ -288,12 +288,12 @@ class Publisher:
 
 
 def _lacking(session: Session, packet: Publish, route: Route) -> tuple[Stream, ...]:
-    """The streams that still need a QoS 2 message: not those that have it from an earlier attempt."""
+    """Return the streams that still need a QoS 2 message, without those that stored an earlier attempt."""
     have = session.partial.get(packet.number)
     if have is None:
         return route.streams
     if not packet.head & 8:
-        del session.partial[packet.number]  # another message
+        del session.partial[packet.number]  # a new message has the id
         return route.streams
     return tuple(stream for stream in route.streams if stream.name not in have)
 

@@ -1,18 +1,18 @@
-"""What the acknowledgement of a PUBLISH says in MQTT 5, beside its reason code; and ids of messages.
+"""What the acknowledgement of a PUBLISH says in MQTT 5 besides its reason code; and message ids.
 
-* A receipt says where a message is. A client asks for receipts at CONNECT, by the User Property
+* A receipt says where a message is stored. A client asks for receipts at CONNECT, with the User Property
   `streambridge-receipts` with the value `true`. Its PUBACK or PUBREC then has three User Properties for each
   stream of the message, in the order of the streams' names: `stream`; `sequence`, the message's number; and
-  `duplicate`, which is `true` if the stream had the message before, else `false`.
+  `duplicate`, which is `true` if the stream already had the message, else `false`.
 * A refusal has a Reason String that says why.
-* Neither is sent to a client that asks for no such information (Request Problem Information 0, MQTT-3.1.2-29)
-  or that does not take an acknowledgement of that size (MQTT-3.4.2-2 and -3).
+* Neither is sent to a client that does not want it (Request Problem Information 0, MQTT-3.1.2-29) or does not
+  accept an acknowledgement of that size (MQTT-3.4.2-2 and -3).
 
 The User Property `message-id` of a PUBLISH is its id, of 1 to `LONGEST_ID` bytes. A stream stores a message
-once, however often it comes within the stream's deduplication window (`streams.dedup`), at any QoS. So a QoS
-1 device that did not get its PUBACK may send again, also to a gateway that has restarted. An id belongs to
-the user who sent it, and for an anonymous client to its client id: nobody can make others' messages pass for
-duplicates.
+once, however often it arrives within the stream's deduplication window (`streams.dedup`), at any QoS. So a
+QoS 1 device that did not get its PUBACK may send the message again, even to a gateway that has restarted. An
+id belongs to the user who sent it, or for an anonymous client to its client id. So nobody can make messages
+of others look like duplicates.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ LONGEST_REASON = 1_000  # characters of an error in a Reason String
 
 
 def message_id(packet: Publish, identity: Identity) -> bytes:
-    """What streams know a message by; empty if it has no id. Raises InvalidRequest.
+    """Return the id by which streams know a message; empty if it has none. Raises InvalidRequest.
 
-    `SCOPED`; "u" and the user name, or "c" and the client id, behind its length in two bytes; the id.
+    It consists of `SCOPED`; "u" and the user name, or "c" and the client id, after its length in two bytes;
+    and the message id.
     """
     found = [
         value for name, value in (packet.properties or {}).get(p.USER_PROPERTY, ()) if name == MESSAGE_ID
@@ -62,7 +63,7 @@ def message_id(packet: Publish, identity: Identity) -> bytes:
 
 
 def stored(line: Line, packet: Publish, places: Mapping[Stream, int], known: AbstractSet[Stream]) -> bytes:
-    """The PUBACK or PUBREC of a message with these numbers in its streams; `known` had it before."""
+    """Make the PUBACK or PUBREC of a message with these numbers in its streams; `known` had it before."""
     if not places:
         return answers.ack(_kind(packet), packet.packet_id)
     receipt: list[tuple[bytes, bytes]] = []
@@ -77,7 +78,7 @@ def stored(line: Line, packet: Publish, places: Mapping[Stream, int], known: Abs
 
 
 def refused(line: Line, packet: Publish, reason: int, why: str) -> bytes:
-    """The PUBACK or PUBREC of a message that was refused."""
+    """Make the PUBACK or PUBREC of a refused message."""
     if not line.explains:
         return answers.ack(_kind(packet), packet.packet_id, reason)
     return _fitting(line, packet, reason, {p.REASON_STRING: why[:LONGEST_REASON].encode()})

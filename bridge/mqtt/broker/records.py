@@ -1,7 +1,7 @@
-"""The records of the journal: what may happen to sessions and retained messages, one struct for each.
+"""The records of the journal: one struct for each change of sessions and retained messages.
 
-A record is a msgpack array that begins with the kind (`tag`). Kinds are only ever added, and fields at the
-end with a default: what an earlier version wrote can be read.
+A record is a msgpack array that begins with its kind (`tag`). Versions only add kinds, and fields at the end
+with a default, so a newer version can read the records of an older one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Opened(Record, frozen=True, tag=1):
-    """A persistent session exists; `left`: since when its client is away, 0 if it is not.
+    """A persistent session exists. `left` is when its client disconnected, 0 if it is connected.
 
     Seconds on the age timeline (`bridge.clock`), as `expires` of the others.
 
@@ -66,11 +66,11 @@ class Unsubscribed(Record, frozen=True, tag=4):
 class Queued(Record, frozen=True, tag=5):
     """A message waits for the sessions in `homes`: client, QoS, retain flag, subscription identifiers.
 
-    `sender` and `id` say whose QoS 2 packet id is in use with it; one record, so that a kill in the middle
-    of a write never keeps the one without the other.
+    `sender` and `id` are the client and its QoS 2 packet id, which is in use from now on. Both are in one
+    record, so that a kill during a write never keeps one without the other.
 
-    `shared` has the copies that came by shared subscriptions: a number of its own, since its session may have
-    an ordinary copy too; what `homes` has; the filter.
+    `shared` has the copies for shared subscriptions: a separate number, because the session may also have an
+    ordinary copy; the same fields as `homes`; the filter.
     """
 
     number: int
@@ -118,7 +118,7 @@ class Released(Record, frozen=True, tag=9):
 
 
 class Marked(Record, frozen=True, tag=10):
-    """Of a stream's QoS 2 messages below number `upto`, and of these, the journal has what it needs."""
+    """The journal has all that it needs of a stream's QoS 2 messages below `upto`, and of these numbers."""
 
     stream: str
     upto: int
@@ -126,7 +126,7 @@ class Marked(Record, frozen=True, tag=10):
 
 
 class Held(Record, frozen=True, tag=11):
-    """Some streams have the message of a QoS 2 id, and others of its streams have failed to store it."""
+    """Some streams have the message of a QoS 2 id, but others have failed to store it."""
 
     client: str
     id: int
@@ -134,13 +134,13 @@ class Held(Record, frozen=True, tag=11):
 
 
 class Booted(Record, frozen=True, tag=12):
-    """The records are sure to be all there while the machine runs on; empty: in any case, up to here."""
+    """The records are complete as long as this boot lasts; empty: complete up to here in any case."""
 
     boot: str
 
 
 class Willed(Record, frozen=True, tag=13):
-    """What is to be published when a session's client is gone: `packets.Will`; without a topic: nothing."""
+    """The will of a session (`packets.Will`); without a topic, it has none."""
 
     client: str
     topic: str = ""
@@ -151,9 +151,9 @@ class Willed(Record, frozen=True, tag=13):
 
 
 class Sending(Record, frozen=True, tag=14):
-    """A session's subscriber may hold this QoS 2 packet id, for the message `number`; 0: for one not here.
+    """A session's subscriber may have this QoS 2 packet id, for the message `number`; 0: an unknown one.
 
-    Once the message is settled, the id is only to be released.
+    Once the message is settled, the id only needs to be released.
     """
 
     client: str
@@ -162,7 +162,7 @@ class Sending(Record, frozen=True, tag=14):
 
 
 class Freed(Record, frozen=True, tag=15):
-    """A session's subscriber holds this QoS 2 packet id no longer."""
+    """A session's subscriber has released this QoS 2 packet id."""
 
     client: str
     id: int
@@ -192,7 +192,7 @@ def _at(message: Message) -> float | None:
 
 
 def opened_record(session: Session) -> Opened:
-    """The record of a session that exists."""
+    """Make the record of an existing session."""
     who = session.identity
     return Opened(
         session.client_id, who.user, session.expiry, session.left, session.proof, who.access, who.realm,
@@ -207,7 +207,7 @@ def queued_record(
     sender: str = "",
     packet_id: int = 0,
 ) -> Queued:
-    """The record of a message that waits for sessions."""
+    """Make the record of a message that waits for sessions."""
     homes = [
         (session.client_id, out.qos, out.retain, out.identifiers) for session, out in copies if not out.share
     ]
@@ -223,7 +223,7 @@ def queued_record(
 
 
 def will_record(session: Session) -> Willed:
-    """The record of a session's will, if that is to survive a restart."""
+    """Make the record of a session's will, if that must survive a restart."""
     will = session.lasting_will
     return Willed(session.client_id, *will) if will is not None else Willed(session.client_id)
 

@@ -1,4 +1,4 @@
-"""Sessions and retained messages from the journal, and back into it as a snapshot."""
+"""Restores sessions and retained messages from the journal, and writes them back as a snapshot."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LAST_MESSAGES = 10_000  # of a stream that are looked through at most
+LAST_MESSAGES = 10_000  # at most this many messages of a stream are searched
 
 
 class _Saved:
-    """One session as the records have it."""
+    """One session according to the records."""
 
     def __init__(self, record: Opened) -> None:
         self.opened = record
@@ -64,11 +64,11 @@ class _Saved:
 
 
 def recover(records: Sequence[Record], broker: Broker) -> None:
-    """Bring sessions and retained messages back. A client that was connected is away since now.
+    """Restore sessions and retained messages. A client that was connected counts as disconnected from now.
 
-    After a power cut the records that released QoS 2 ids may be missing: a message that has got one of
-    these ids since would pass for stored. So its ids are forgotten, and what is sent again is stored again.
-    The ids that a subscriber holds may be missing too: all that it may hold are released.
+    After a power cut, records that released QoS 2 ids may be missing, and a new message with such an id would
+    be taken for a stored one. So the ids are forgotten, and resent messages are stored again. Ids that a
+    subscriber has may be missing too, so all that it may have are released.
     """
     saved: dict[str, _Saved] = {}
     numbers = 0
@@ -120,7 +120,7 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
             case Willed(client, topic, payload, qos, retain, properties) if client in saved:
                 saved[client].will = Will(topic, payload, qos, retain, properties) if topic else None
             case _:
-                pass  # about a session that had ended by then
+                pass  # about a session that had already ended
     broker.router.retained.drop_expired()
     broker.journal.resume_numbers(numbers)
     complete = survived(records, broker.clock.boot)
@@ -157,11 +157,11 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
 
 
 async def find_stored_ids(broker: Broker) -> None:
-    """Find QoS 2 messages that a stream holds, but whose ids did not reach the journal before the end.
+    """Find QoS 2 messages that are in a stream, but whose ids did not reach the journal before the end.
 
-    Their headers have client and id. Only streams with such messages are read, from the replay point on. A
-    message that one of its streams has and another lacks is not stored yet: its client will send it again.
-    What cannot be read is skipped.
+    Their headers have client and id. Only streams that may have such messages are read, from the replay point
+    on. A message that one of its streams has and another lacks does not count as stored; its client will
+    resend it. Unreadable messages are skipped.
     """
     found: dict[tuple[Session, int, bytes], set[str]] = {}
     refused: set[tuple[Session, int, bytes]] = set()  # stored, although in none of their own streams
@@ -179,7 +179,7 @@ async def find_stored_ids(broker: Broker) -> None:
             except NotEnoughMessages:
                 break
             except (CorruptData, OSError) as error:
-                # Twice is better than never, and no reason for all others to wait.
+                # A duplicate is better than a loss, and no reason to make all others wait.
                 log.error("%s; what QoS 2 clients send to stream %r again may be stored twice", error, name)
                 break
             for message in messages:
@@ -194,8 +194,8 @@ async def find_stored_ids(broker: Broker) -> None:
                         refused.add(key)
             position = messages[-1].sequence_number + 1
         broker.journal.replay_points[name] = ReplayPoint(broker.store.stream(name).next_sequence)
-    # What is found may have been written and not synced. Its repetition is acknowledged without a commit.
-    # Where the sync fails, it is stored again: the next start may not find it.
+    # A message that is found may be unsynced, but its duplicate is acknowledged without a commit. So sync it;
+    # if that fails, the duplicate is stored, because the next start may not find the first copy.
     unsynced = await broker.store.sync({name for names in found.values() for name in names})
     for (session, packet_id, topic), names in found.items():
         names -= unsynced
@@ -208,7 +208,7 @@ async def find_stored_ids(broker: Broker) -> None:
 
 
 def snapshot(broker: Broker) -> Iterator[Record]:
-    """The records that make everything that is alive now."""
+    """Yield the records that restore the current state."""
     waiting: dict[int, tuple[Message, list[tuple[Session, Outgoing]]]] = {}
     for session in broker.sessions.all():
         if not session.persistent:

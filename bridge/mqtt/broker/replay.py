@@ -1,10 +1,10 @@
-"""From where a stream is searched for QoS 2 ids at a start.
+"""The replay point of a stream, from which a start searches it for QoS 2 ids.
 
 A message is in its stream a moment before its packet id is in the journal. After a kill in between, the start
-reads the stream for such ids (`recovery.find_stored_ids`), from its replay point on: all ids below it are in
-the journal. Messages are settled out of order, since one may wait for another of its streams. So the point
-stays at or below the lowest number that is not settled, and the settled numbers above it are kept. Messages
-of clean sessions count too: the start takes an id to belong to the session that its client has then.
+reads such ids from the stream (`recovery.find_stored_ids`), from its replay point on; all ids below it are in
+the journal. Messages are settled out of order, because one may wait for another of its streams. So the point
+stays at or below the lowest unsettled number, and the settled numbers above it are kept. Messages of clean
+sessions count too, because the start assigns an id to whatever session its client has then.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ class ReplayPoint:
     def __init__(self, upto: int) -> None:
         self.upto = upto
         self.known: set[int] = set()
-        self._pending: dict[int, object] = {}  # numbers that are not settled, ascending, and their owners
+        self._pending: dict[int, object] = {}  # unsettled numbers, ascending, and their owners
 
     def expect(self, number: int, owner: object) -> None:
-        """The stream has a message, which will be its `number` if the commit succeeds."""
+        """Expect a message, which will have this `number` if the commit succeeds."""
         while self._pending and next(reversed(self._pending)) >= number:
-            self._pending.popitem()  # a commit has failed, and its numbers are given out again
+            self._pending.popitem()  # a commit has failed, and its numbers are used again
         self._pending[number] = owner
 
     def forget(self, number: int, owner: object) -> None:
-        """A message was not stored: its number belongs to another one, or will."""
+        """Forget a message that was not stored; another one has or will have its number."""
         if self._pending.get(number) is owner:
             del self._pending[number]
 
     def settle(self, numbers: list[int], owner: object, following: int) -> list[int]:
-        """The journal has the ids of these messages; `following` is the stream's next number.
+        """Settle messages whose ids the journal has; `following` is the stream's next number.
 
-        Moves the point as far as it may go; returns the numbers above it.
+        Moves the point as far as possible, and returns the settled numbers above it.
         """
         for number in numbers:
             self.forget(number, owner)
@@ -47,7 +47,7 @@ class ReplayPoint:
         return [number for number in numbers if number >= self.upto]
 
     def add(self, upto: int, numbers: Iterable[int]) -> None:
-        """Apply what the journal says."""
+        """Set the point as the journal has it."""
         self.known.update(numbers)
         if upto != self.upto:
             self.known = {number for number in self.known if number >= upto}

@@ -1,7 +1,7 @@
-"""What the log and the metrics hear of clients.
+"""Counts and logs what happens to clients.
 
-Everything is counted. What a client could cause without limit is logged at most once per `LOG_INTERVAL` and
-kind; the counters have the rest.
+Everything is counted. Events that a client could cause without limit are logged at most once per
+`LOG_INTERVAL` and kind; the counters have the rest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Reports:
         self._logged: dict[str, float] = {}
 
     def log(self, kind: str, level: int, text: str, *values: object) -> None:
-        """Log a line, unless there was one of this kind a moment ago."""
+        """Log a line, unless one of this kind was logged a moment ago."""
         now = self._now()
         if now - self._logged.get(kind, -LOG_INTERVAL) >= LOG_INTERVAL:
             self._logged[kind] = now

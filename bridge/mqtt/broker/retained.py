@@ -1,4 +1,4 @@
-"""Retained messages: of each topic the newest that asked to be kept (3.1.1 section 3.3.1.3).
+"""Retained messages: the newest message of each topic that has the retain flag (3.1.1 section 3.3.1.3).
 
 What it promises: never more than `limits.retained_messages` and `retained_bytes`; expired messages take no
 room from others. When there is no room, a message is refused if its publisher has as much as anybody. Else
@@ -51,20 +51,20 @@ class Retained:
         self._by_number: Ranking[Holder] = Ranking()
         self._by_bytes: Ranking[Holder] = Ranking()
         self._bytes = 0
-        self._names: list[str] | None = None  # sorted; None: to be made anew
-        self._expiring: list[tuple[float, str]] = []  # a heap; a name may have got another message since
+        self._names: list[str] | None = None  # sorted; None: must be rebuilt
+        self._expiring: list[tuple[float, str]] = []  # a heap; a topic may have got a newer message since
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return len(self._messages)
 
     @property
     def size(self) -> int:
-        """Roughly the bytes of all of them."""
+        """Return roughly the bytes of all of them."""
         return self._bytes
 
     def all(self) -> Iterable[Message]:
-        """Every message."""
+        """Return every message."""
         return self._messages.values()
 
     def holders(self) -> Iterator[tuple[Message, Holder]]:
@@ -73,7 +73,7 @@ class Retained:
             yield message, self._holders[name]
 
     def get(self, name: str) -> Message | None:
-        """The message of a topic, unless it has expired."""
+        """Return the message of a topic, unless it has expired."""
         message = self._messages.get(name)
         if message is not None and message.expired():
             self._drop(name)
@@ -127,12 +127,12 @@ class Retained:
             self._names = None
 
     def drop_expired(self) -> None:
-        """Free the room of expired messages."""
+        """Remove expired messages."""
         while self._expiring and self._expiring[0][0] <= self._clock.now() / 1000:
             self.get(heapq.heappop(self._expiring)[1])
 
     def candidates(self, topic_filter: str) -> list[str]:
-        """The topics that a filter may match, and hardly any others."""
+        """Return the topics that a filter may match, and few others."""
         first = min((at for at in map(topic_filter.find, "+#") if at >= 0), default=None)
         if first is None:
             return [topic_filter] if topic_filter in self._messages else []
@@ -206,7 +206,7 @@ class Retained:
             self._by_bytes.set(holder, None)
 
     def _tidy(self) -> None:
-        if len(self._expiring) > 2 * len(self._messages) + 100:  # most have got another message since
+        if len(self._expiring) > 2 * len(self._messages) + 100:  # most are outdated
             live = self._messages.items()
             self._expiring = [(one.expires.at, name) for name, one in live if one.expires is not None]
             heapq.heapify(self._expiring)

@@ -1,7 +1,7 @@
 """Where a message goes: the streams bound to its topic, and the sessions subscribed to it.
 
-A `Route` is all that is known about one topic. Routes are kept until streams or subscriptions change,
-so that a PUBLISH costs one dict look-up, whatever the number of streams, filters and clients.
+A `Route` is everything known about one topic. Routes are cached until streams or subscriptions change, so a
+PUBLISH costs one dict look-up, whatever the number of streams, filters and clients.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.settings import Limits
     from bridge.runtime import Runtime
 
-# Where Mosquitto says that one of its bridges is connected, at both ends, unless it is configured otherwise.
+# By default, Mosquitto publishes here, at both ends, that one of its bridges is connected.
 BRIDGE_STATE = "$SYS/broker/connection/"
 RESERVED = ("$SYS/", SHARE, REQUEST_LEVEL + "/")
 ROUTE = 500  # bytes of a route,
@@ -44,7 +44,7 @@ LOOK_UPS = 1_000  # among the retained messages, some milliseconds in which nobo
 
 
 class Live(Protocol):
-    """Messages that stand for retained ones, and are made when somebody asks: those below `$SYS`."""
+    """Generated messages that act as retained ones: those below `$SYS`."""
 
     def names(self, topic_filter: str) -> list[str]:
         """The topics that a filter may match."""
@@ -54,7 +54,7 @@ class Live(Protocol):
 
 
 class Route:
-    """One topic: its streams and its receivers. `append` is set if all there is to do is one append."""
+    """One topic with its streams and receivers. `append` is set if a PUBLISH needs only one append."""
 
     __slots__ = (
         "append",
@@ -76,20 +76,20 @@ class Route:
         self.name, self.streams = name, streams
         self.stream: Stream | None = streams[0] if len(streams) == 1 else None
         self.receivers: dict[Session, Receiver] = {}
-        # Clients that do not want their own messages back (No Local), and what they still ask for.
+        # Clients that do not want their own messages back (No Local), with their other subscriptions.
         self.own: dict[Session, Receiver | None] = {}
         self.shares: dict[str, Share] = {}  # by their filters
-        self.delivers = False  # it has receivers or shares
+        self.delivers = False  # whether it has receivers or shares
         self.request = name.partition("/")[0] == REQUEST_LEVEL
-        self.ignored = name.startswith(BRIDGE_STATE)  # acknowledged and dropped: a bridge goes on
+        self.ignored = name.startswith(BRIDGE_STATE)  # acknowledged and dropped, so that bridges work
         self.reserved = not self.request and not self.ignored and name.startswith(RESERVED)
         self.denied = self.reserved  # for this client
-        self.with_client = False  # some stream keeps the publisher's client id
+        self.with_client = False  # whether a stream keeps the publisher's client id
         self.append: Callable[[bytes, bytes], int] | None = None
 
 
 class Router:
-    """All topics, subscriptions and retained messages. `epoch` grows when kept routes are out of date."""
+    """All topics, subscriptions and retained messages. `epoch` grows when cached routes become outdated."""
 
     def __init__(
         self,
@@ -114,25 +114,26 @@ class Router:
         self._pruning = False
 
     def forget_routes(self) -> None:
-        """Streams or subscriptions have changed."""
+        """Clear the cached routes, because streams or subscriptions have changed."""
         self.epoch += 1
         self._routes.clear()
 
     def route(self, topic: bytes) -> Route:
-        """The route of a topic name, which is checked (MQTT 4.7)."""
+        """Return the route of a topic name, and check the name (MQTT 4.7)."""
         route = self._routes.get(topic)
         if route is not None:
             return route
         began = self._turns.begin()
         name = text(topic)
-        # Below `$` a client may publish, to no avail for wildcards (4.7.2); not where the server would.
+        # A client may publish below `$`, but wildcards do not match it (4.7.2); not on the server's own
+        # topics.
         if not is_topic_name(name.removeprefix("$")):
             raise ProtocolError(f"topic name {name[:80]!r}", BAD_TOPIC_NAME)
         route = Route(name, () if name.startswith(RESERVED) else self._store.bound(name))
         found: dict[Session, list[Subscription]] = {}
         for session, subscription in self._tree.match(name):
             if session.subscriptions.get(subscription.filter) is not subscription:
-                continue  # of a session that has ended
+                continue  # its session has ended
             if subscription.filter.startswith(SHARE):
                 self._share(route, session, subscription)
                 continue
@@ -181,7 +182,7 @@ class Router:
         return True
 
     def end(self, session: Session) -> None:
-        """Remove the subscriptions of a session that has ended; the tree follows little by little."""
+        """Remove the subscriptions of an ended session. The tree is cleaned up gradually."""
         self._ended.extend((session, one) for one in session.subscriptions.values())
         for topic_filter in session.subscriptions:
             self._leave_group(topic_filter)
@@ -190,7 +191,7 @@ class Router:
         self._prune()
 
     def _share(self, route: Route, session: Session, subscription: Subscription) -> None:
-        """A member of a shared subscription that matches a topic: it counts if it may read the topic."""
+        """Add a member of a shared subscription that matches a topic, if it may read the topic."""
         name = subscription.filter
         if session.identity.may_read(route.name):
             share = route.shares.get(name)
@@ -199,7 +200,7 @@ class Router:
             share.add(session, receiver_of([subscription]))
 
     def has_left(self, session: Session) -> None:
-        """A session has lost its connection: shared subscriptions prefer other members."""
+        """Let shared subscriptions prefer other members, because a session has lost its connection."""
         if self.groups and any(one in self.groups for one in session.subscriptions):
             self.forget_routes()
 
@@ -212,7 +213,7 @@ class Router:
                 del self.groups[topic_filter]
 
     def _prune(self) -> None:
-        """Take filters of ended sessions out of the tree, as many as fit a turn of the event loop."""
+        """Remove filters of ended sessions from the tree, as many as fit into a turn of the event loop."""
         while self._ended and not self._turns.over:
             began = self._turns.begin()
             for _ in range(min(PRUNED, len(self._ended))):
@@ -237,7 +238,7 @@ class Router:
         holder: Holder = NOBODY,
         keep_copies: bool = False,
     ) -> bool:
-        """Give a message to all receivers and keep it if it is retained; streams are the caller's.
+        """Give a message to all receivers, and keep it if it is retained. The caller appends it to streams.
 
         `holder`: who a retained message counts for.
 
@@ -256,7 +257,7 @@ class Router:
             del receivers[origin]
             if wanted is not None:
                 receivers[origin] = wanted
-        # Of a message in a stream, that is the durable copy, unless the sender needs one for each session.
+        # The stream has the durable copy of its messages, unless the sender needs one for each session.
         keep = keep_copies or not route.streams
         lasting: list[Outgoing] = []
         homes: list[Session] = []
@@ -287,9 +288,9 @@ class Router:
         return waits
 
     def reassign(self, old: Outgoing) -> bool:
-        """Give a message of a session that has ended to another member of its shared subscription.
+        """Give a message of an ended session to another member of its shared subscription.
 
-        Returns whether there is one.
+        Returns whether there is another member.
         """
         route = self.route(old.message.topic)
         share = route.shares.get(old.share)
@@ -300,7 +301,7 @@ class Router:
         return True
 
     def _put(self, session: Session, out: Outgoing, *, keep: bool) -> None:
-        """Give one session a message; `keep`: the journal keeps it if the session is persistent."""
+        """Give one session a message. `keep`: the journal keeps it if the session is persistent."""
         if out.qos and session.persistent and keep:
             self._journal.queued(out.message, [session], [out])
         session.outbox.put(out)
@@ -312,9 +313,9 @@ class Router:
         subscriptions: Sequence[Subscription],
         done: Callable[[], object],
     ) -> None:
-        """Send what is retained to new subscriptions (MQTT-3.3.1-6), as far as the client may read it.
+        """Send retained messages to new subscriptions (MQTT-3.3.1-6), as far as the client may read them.
 
-        There may be a thousand filters, and any number of messages: one turn compares `LOOK_UPS` of them.
+        There may be a thousand filters and any number of messages, so one turn compares `LOOK_UPS` of them.
         `done` is called at the end, or when the client has left this line.
         """
         found = (
@@ -329,7 +330,7 @@ class Router:
         return kept if self.live is None else [*kept, *self.live.names(topic_filter)]
 
     def anyone_names(self, level: str) -> bool:
-        """Whether a subscription begins with this level: below `$`, no wildcard stands for it (4.7.2)."""
+        """Return whether a subscription begins with this level: wildcards do not match `$` (4.7.2)."""
         return self._tree.has_first(level)
 
     def _send_some(

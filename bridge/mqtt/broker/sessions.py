@@ -1,4 +1,4 @@
-"""MQTT sessions: what is kept of a client beside its connection (3.1.1 and 5, section 4.1).
+"""MQTT sessions: the state of a client that outlives its connection (3.1.1 and 5, section 4.1).
 
 A session lives as long as its connection, and then for its expiry interval: 0 for a clean session of
 3.1.1, no end for the others there, what the client asked for in MQTT 5; never longer than
@@ -33,7 +33,7 @@ NEVER = 0xFFFFFFFF  # MQTT 5 section 3.1.2.11.2
 
 
 class Session:
-    """One client's subscriptions, the messages it is to be sent, and the QoS 2 ids it has used."""
+    """One client's subscriptions, outgoing messages, and QoS 2 ids in use."""
 
     __slots__ = (
         "client_id", "expiry", "identity", "incoming", "left", "line", "outbox", "partial", "proof",
@@ -44,21 +44,21 @@ class Session:
 
     def __init__(self, client_id: str, identity: Identity) -> None:
         self.client_id, self.identity = client_id, identity
-        self.proof = b""  # what its client logged in with (`access.proofs`)
-        self.expiry = 0  # seconds that it outlives its connection
+        self.proof = b""  # the proof of its client's login (`access.proofs`)
+        self.expiry = 0  # seconds by which it outlives its connection
         self.subscriptions: dict[str, Subscription] = {}
         self.incoming: set[int] = set()  # QoS 2 packet ids between PUBLISH and PUBREL (4.3.3)
-        # Streams that have the message of a QoS 2 id which others of its streams have failed to store.
+        # Streams that have the message of a QoS 2 id, while others of its streams have failed to store it.
         self.partial: dict[int, frozenset[str]] = {}
         self.line: Line | None = None
         self.left = 0.0  # when the connection was lost, seconds on the age timeline
         self.timer: Timer | None = None
-        self.will: Will | None = None  # to be published when the client has gone, and its delay is over
+        self.will: Will | None = None  # published when the client has left, after the delay
         self.will_timer: Timer | None = None  # runs during its delay
 
     @property
     def persistent(self) -> bool:
-        """Whether it outlives its connection."""
+        """Return whether it outlives its connection."""
         return self.expiry > 0
 
     def take_ids(self, packet_ids: Collection[int]) -> None:
@@ -80,8 +80,8 @@ class Session:
 
     @property
     def lasting_will(self) -> Will | None:
-        """The will, if it survives a restart. One of 3.1.1 does not: it has no delay to come back in."""
-        here = self.line is None or self.line.level == V5  # away, it waits for its delay
+        """Return the will if it survives a restart. A will of 3.1.1 does not: it has no delay."""
+        here = self.line is None or self.line.level == V5  # disconnected: it waits for its delay
         return self.will if self.persistent and here else None
 
 
@@ -112,19 +112,19 @@ class Sessions:
         self._most: Ranking[Holder] = Ranking()  # who has most that are away; of equals, who left first
 
     def __len__(self) -> int:
-        """How many sessions there are."""
+        """Return how many sessions there are."""
         return len(self._by_id)
 
     def get(self, client_id: str) -> Session | None:
-        """The session of a client, if there is one."""
+        """Return the session of a client, if there is one."""
         return self._by_id.get(client_id)
 
     def all(self) -> list[Session]:
-        """Every session."""
+        """Return every session."""
         return list(self._by_id.values())
 
     def create(self, client_id: str, identity: Identity) -> Session:
-        """Make a new session; one that is there already must have been ended before."""
+        """Create a session. An existing one of the client must have been ended before."""
         session = Session(client_id, identity)
         session.outbox = Outbox(self._limits, self._counts, self._notes(session), self.memory)
         session.outbox.hold(EACH)
@@ -132,7 +132,7 @@ class Sessions:
         return session
 
     def enter(self, session: Session) -> None:
-        """A client is there (again): its session does not expire."""
+        """Mark a client as connected, so its session does not expire."""
         if session.timer is not None:
             session.timer.cancel()
             session.timer = None
@@ -142,7 +142,7 @@ class Sessions:
             self._rank(holder)
 
     def leave(self, session: Session) -> None:
-        """A client has gone: end its session now, or when its time is over."""
+        """Mark a client as disconnected: end its session now, or when it expires."""
         if self._by_id.get(session.client_id) is not session:
             return
         session.left = session.left or self._clock.now() / 1000
@@ -169,19 +169,19 @@ class Sessions:
             self._most.set(holder, None)
 
     def is_over(self, session: Session) -> bool:
-        """Whether the time of a session is over. A timer does not run while the machine is suspended."""
+        """Return whether a session has expired. A timer does not run while the machine is suspended."""
         return bool(session.left) and self._seconds_left(session) <= 0
 
     def _seconds_left(self, session: Session) -> float:
         return self.lifetime(session) - max(0.0, self._clock.now() / 1000 - session.left)
 
     def lifetime(self, session: Session) -> float:
-        """Seconds that a session outlives its connection."""
+        """Return the seconds by which a session outlives its connection."""
         longest = self._limits.session_expiry_interval / 1000
         return longest if session.expiry == NEVER else min(longest, session.expiry)
 
     def end(self, session: Session) -> None:
-        """Forget a session and everything that it holds."""
+        """Delete a session and everything in it."""
         if self._by_id.get(session.client_id) is not session:
             return
         self.enter(session)
@@ -194,7 +194,7 @@ class Sessions:
         self.end(session)
 
     def stop(self) -> None:
-        """Cancel all timers; sessions stay as they are."""
+        """Cancel all timers. Sessions stay as they are."""
         for session in self._by_id.values():
             for timer in (session.timer, session.will_timer):
                 if timer is not None:
@@ -202,5 +202,5 @@ class Sessions:
 
 
 def _first(sessions: dict[str, Session]) -> Session:
-    """The one that was left first."""
+    """Return the session that was left first."""
     return next(iter(sessions.values()))

@@ -1,4 +1,4 @@
-"""What the broker needs of the streams, as protocols: `bridge.operations.manager` implements them."""
+"""The streams as the broker uses them, as protocols that `bridge.operations.manager` implements."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class Committer(Protocol):
-    """Something that commits what it is given: a stream, or the journal."""
+    """A stream or the journal, which commits what it is given."""
 
     def after_commit(self, done: Callable[[StreamError | None], None]) -> None:
-        """Call `done` once all that was given so far is committed (None) or has failed (why)."""
+        """Call `done` once everything given so far is committed (None) or has failed (the error)."""
 
 
 class Stream(Committer, Protocol):
-    """One stream, as far as a PUBLISH is concerned."""
+    """One stream, as a PUBLISH uses it."""
 
     @property
     def name(self) -> str:
@@ -32,12 +32,12 @@ class Stream(Committer, Protocol):
 
     @property
     def lasting(self) -> bool:
-        """Whether what is committed survives the end of this process."""
+        """Return whether committed messages survive the end of this process."""
 
     def append(self, topic: bytes, payload: bytes, headers: bytes = b"", message_id: bytes = b"") -> int:
-        """Add a message to the group that is being gathered, or raise a StreamError at once.
+        """Add a message to the pending group, or raise a StreamError at once.
 
-        One whose id is known adds nothing. Returns the number of the message, or that of the first one.
+        A message with a known id adds nothing. Returns the number of the message, or of the first one.
         """
 
     def ensure_admits(
@@ -46,11 +46,11 @@ class Stream(Committer, Protocol):
         """Raise the StreamError that `append` would raise."""
 
     def find(self, message_id: bytes) -> int | None:
-        """The number of the message with an id, if that is in the deduplication window, or a StreamError."""
+        """Return the number of the message with an id in the deduplication window. Raises StreamError."""
 
 
 class Store(Protocol):
-    """All streams, as far as MQTT is concerned."""
+    """All streams, as MQTT uses them."""
 
     on_bindings_changed: list[Callable[[], None]]
     on_pressure: list[Callable[[bool], None]]
@@ -60,23 +60,23 @@ class Store(Protocol):
         """Every stream by name."""
 
     def stream(self, name: str) -> Stream:
-        """A stream that exists."""
+        """Return an existing stream."""
 
     async def read(self, name: str, options: ReadMessagesOptions) -> Sequence[StreamMessage]:
-        """Messages of a stream; raises NotEnoughMessages, CorruptData or OSError."""
+        """Read messages of a stream. Raises NotEnoughMessages, CorruptData or OSError."""
 
     async def sync(self, names: Iterable[str]) -> set[str]:
-        """Bring what these streams have committed to the disk; returns those that cannot be synced."""
+        """Sync the committed messages of these streams. Returns those that cannot be synced."""
 
     @property
     def under_pressure(self) -> bool:
-        """Whether too much waits for the disk: publishers are to be held."""
+        """Return whether too much waits for the disk, so publishers must be held."""
 
     def gather(self, do: Callable[[], None]) -> None:
-        """Call `do`, and commit at once what it appends: it has all that there is for now."""
+        """Call `do`, which appends everything that has arrived, and commit that at once."""
 
     def wants_client(self, name: str) -> bool:
-        """Whether a stream keeps the client id of a message's publisher."""
+        """Return whether a stream keeps the client id of a message's publisher."""
 
     def bound(self, topic: str) -> tuple[Stream, ...]:
-        """The streams that messages on a topic go to."""
+        """Return the streams to which messages on a topic go."""

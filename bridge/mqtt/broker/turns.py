@@ -1,4 +1,4 @@
-"""Fairness between clients: expensive packets get a bounded time in each turn of the event loop.
+"""Fairness between clients: expensive packets get a limited time in each turn of the event loop.
 
 What it promises: packets whose cost a client can drive up (a topic that is looked up among the filters of all
 clients, a message for many subscribers) take `LIMIT` seconds and one packet more in a turn, however many
@@ -26,18 +26,18 @@ class Turns:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self.begin = runtime.now  # when an expensive packet begins; `spend` takes this
+        self.begin = runtime.now  # returns the time at which an expensive packet begins, for `spend`
         self._spent = 0.0
         self._scheduled = False
         self._waiting: deque[Line] = deque()
 
     @property
     def over(self) -> bool:
-        """Whether no expensive packet should begin in this turn."""
+        """Return whether no expensive packet should begin in this turn any more."""
         return self._spent >= LIMIT
 
     def spend(self, began: float) -> None:
-        """An expensive packet has taken the time since `began`."""
+        """Count the time that an expensive packet has taken since `began`."""
         self._spent += self.begin() - began
         self._schedule()
 
@@ -52,7 +52,7 @@ class Turns:
             self.wait(line)
 
     def wait(self, line: Line) -> None:
-        """Read no further from a client until there is time."""
+        """Stop reading from a client until there is time."""
         line.hold(HOLD)
         self._waiting.append(line)
         self._schedule()
