@@ -1,7 +1,7 @@
-"""All accesses of a front end, by their names: whose a session is, and what its client may do.
+"""All accesses of a front end, by name: who owns a session, and what its client may do.
 
-A session belongs to a user of a realm (`rules.Identity`). It may be taken over through any access whose users
-are of that realm.
+A session belongs to a user of a realm (`rules.Identity`). It may be taken over through any access with that
+realm.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Accesses:
         self.of_plugins: frozenset[bytes] = frozenset()  # the proofs that plugins still accept
 
     def again(self, past: Identity, *, local: bool = False) -> Identity:
-        """The present rights of a client that was identified in the past, perhaps before a restart.
+        """Return the current rights of a client that logged in earlier, perhaps before a restart.
 
-        Its listener may be gone. Then its rights are those of a client of [mqtt], if that has its user.
+        If its listener is gone, it has the rights of a client of [mqtt], provided that [mqtt] has its user.
         """
         access = self._of(past)
         if access is None:
@@ -35,7 +35,7 @@ class Accesses:
         return found
 
     def still_admits(self, identity: Identity, proof: bytes) -> bool:
-        """Whether a client that logged in with this proof still could."""
+        """Return whether a client that logged in with this proof could still log in."""
         access = self._of(identity)
         if access is None:
             return False
@@ -46,18 +46,18 @@ class Accesses:
         return access.still_admits(identity.user, proof)
 
     def is_gone(self, identity: Identity, proof: bytes) -> bool:
-        """Whether the user of a client that is not admitted is gone, and its session is nobody's."""
+        """Return whether the user of a client that is no longer admitted is gone, so its session ends."""
         access = self._of(identity)
         if access is None:
             return True
         if identity.user is None:
             return True
         if is_of_certificate(proof) or is_of_plugin(proof):
-            return False  # it may come back with another one
+            return False  # the client may return with a new one
         return not access.knows(identity.user)
 
     def owns_id(self, identity: Identity) -> bool:
-        """Whether a client id is this user's, whoever was the first client to use it."""
+        """Return whether a client id is reserved for this user, whoever used it first."""
         access = self._of(identity)
         return access is not None and access.owns_id(identity.user, identity.client_id)
 

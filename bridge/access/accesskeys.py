@@ -1,7 +1,7 @@
 """The file of access keys: ids, secrets and users of clients that sign their requests as for AWS.
 
-One key per line (`linefile`): `id secret [user]`, separated by blanks; without a user the id is the user's
-name in the rules. A secret is stored as it is, since a signature can be checked only with it.
+One key per line (`linefile`): `id secret [user]`, separated by blanks. Without a user, the id is the user's
+name in the rules. A secret is stored in plain text, because a signature can be checked only with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CREATE = (
 
 
 class AccessKey(NamedTuple):
-    """A key and whose it is."""
+    """A key and its user."""
 
     id: str
     secret: str
@@ -29,7 +29,7 @@ class AccessKey(NamedTuple):
 
 
 def read_access_keys(option: str, path: Path) -> dict[str, AccessKey]:
-    """Read the keys, by id; raises ConfigError, which names the option and the line, but no secret."""
+    """Read the keys, by id. Raises ConfigError, which names the option and the line, but no secret."""
     return read_lines(
         option,
         path,

@@ -1,14 +1,14 @@
-"""Accounts: what is known of a user besides the password: roles, client ids, certificates.
+"""Accounts: the roles, client ids and certificates of a user.
 
-* A user whose account lists client ids may have only those, and nobody else may have them.
-* A user whose account lists certificates logs in only with those. Every other certificate names its user by
-  its common name, if there is exactly one.
-* A certificate that several accounts list is the first one's in this order: fingerprint, alternative names,
-  common name.
+* A user whose account lists client ids may use only those, and nobody else may use them.
+* A user whose account lists certificates can log in only with those. Any other certificate stands for the
+  user that its common name gives, if there is exactly one.
+* If several accounts list a certificate, the most precise entry counts, in this order: fingerprint,
+  alternative names, common name.
 
-What an account lists is written like this:
+The entries of an account:
 
-    client id      `pump-7`, or `pump-7:*` for all that begin so
+    client id      `pump-7`, or `pump-7:*` for all with this prefix
     certificate    `cn:NAME`, or `dns:NAME`, `uri:URI`, `email:ADDRESS`, `ip:ADDRESS` (alternative names),
                    or `sha256:DIGITS`, the fingerprint, with or without colons
 """
@@ -68,7 +68,7 @@ class Account(Struct, frozen=True, kw_only=True):
 
 
 class Mistake(NamedTuple):
-    """What is wrong with a table `[[mqtt.TABLE]]`, at one of its keys."""
+    """A mistake in a table `[[mqtt.TABLE]]`, at one of its keys."""
 
     table: str
     number: int
@@ -80,7 +80,7 @@ class Accounts:
     """All accounts of an access, and the roles that they have."""
 
     def __init__(self, accounts: Sequence[Account] = (), roles: Sequence[Role] = ()) -> None:
-        """Raises ConfigError for a role that does not exist, and for what two accounts list."""
+        """Raises ConfigError for an unknown role, and for an entry that two accounts list."""
         if wrong := next(mistakes(accounts, roles), None):
             raise ConfigError(f"mqtt.{wrong.table}[{wrong.number}].{wrong.key}: {wrong.what}")
         named = {role.name: role for role in roles}
@@ -98,24 +98,24 @@ class Accounts:
         self._mapped = frozenset(self._certificates.values())
 
     def binds(self, user: str) -> bool:
-        """Whether a user may have only the client ids of the account."""
+        """Return whether a user may use only the client ids of the account."""
         return user in self._bound
 
     def owner_of(self, client_id: str) -> str | None:
-        """The user whose account lists a client id; None if it is in none."""
+        """Return the user whose account lists a client id; None if none does."""
         if (found := self._ids.get(client_id)) is not None or not self._ids:
             return found
         beginnings = (client_id[:size] + "*" for size in range(len(client_id), 0, -1))
         return next((self._ids[one] for one in beginnings if one in self._ids), None)
 
     def is_mapped(self, user: str) -> bool:
-        """Whether a user logs in only with the certificates of the account."""
+        """Return whether a user can log in only with the certificates of the account."""
         return user in self._mapped
 
     def user_of(self, certificate: Mapping[str, Any], der: bytes) -> tuple[str, str] | None:
-        """Whose a verified certificate is, and what in the account says so: empty for the common name.
+        """Return the user of a verified certificate, and the entry of the account; empty for the common name.
 
-        `certificate` is as of `SSLSocket.getpeercert`, `der` its bytes. None if it is nobody's.
+        `certificate` is as from `SSLSocket.getpeercert`, `der` its bytes. Returns None if it has no user.
         """
         entries = list(_entries(certificate, der))
         for entry in entries if self._certificates else ():
@@ -127,7 +127,7 @@ class Accounts:
         return names[0], ""
 
     def maps(self, entry: str, user: str) -> bool:
-        """Whether the account of a user lists this."""
+        """Return whether the account of a user has this entry."""
         return self._certificates.get(entry) == user
 
     def entries_of(self, user: str) -> Iterator[str]:
@@ -136,7 +136,7 @@ class Accounts:
 
 
 def mistakes(accounts: Sequence[Account], roles: Sequence[Role]) -> Iterator[Mistake]:
-    """What is wrong with accounts and roles as a whole."""
+    """Yield the mistakes in accounts and roles as a whole."""
     known: set[str] = set()
     for number, role in enumerate(roles):
         if role.name in known:
@@ -163,7 +163,7 @@ def mistakes(accounts: Sequence[Account], roles: Sequence[Role]) -> Iterator[Mis
 
 
 def _entry(text: str) -> str | None:
-    """What an account lists of a certificate, in one spelling; None if it is not written like that."""
+    """Normalize an entry for a certificate; None if it is not one."""
     kind, _, name = text.partition(":")
     if not name:
         return None
@@ -184,7 +184,7 @@ def _entry(text: str) -> str | None:
 
 
 def _entries(certificate: Mapping[str, Any], der: bytes) -> Iterable[str]:
-    """What an account could list of a certificate: the most precise first."""
+    """Yield the possible entries for a certificate, the most precise first."""
     yield f"sha256:{hashlib.sha256(der).hexdigest()}"
     for kind, value in certificate.get("subjectAltName", ()):
         if kind in _KINDS and (entry := _entry(f"{_KINDS[kind]}:{value}")) is not None:

@@ -1,7 +1,7 @@
 """Delays that make guessing passwords and tokens slow.
 
-Each failure from a network delays the reply to its next one, up to `LONGEST_DELAY`. At most `AT_A_TIME`
-attempts of one name and network are in progress, so parallel guessing is no faster. A client that hangs up
+Each failure from a network delays the reply to the next one, up to `LONGEST_DELAY`. At most `AT_A_TIME`
+attempts of one name and network are in progress, so parallel guessing is no faster. A client that disconnects
 still counts until its reply would have been sent.
 """
 
@@ -24,14 +24,14 @@ class Guesses:
         self._in_progress: Counter[Hashable] = Counter()
 
     def begin(self, key: Hashable) -> bool:
-        """Whether one more attempt may begin; if so, it counts until `end`."""
+        """Return whether one more attempt may begin. If so, it counts until `end`."""
         if self._in_progress[key] >= AT_A_TIME:
             return False
         self._in_progress[key] += 1
         return True
 
     def end(self, key: Hashable, seconds: float = 0.0) -> None:
-        """An attempt is over, now or after so many seconds."""
+        """End an attempt, now or after this many seconds."""
         if seconds > 0:
             asyncio.get_running_loop().call_later(seconds, self.end, key)
             return
@@ -40,7 +40,7 @@ class Guesses:
             del self._in_progress[key]
 
     def wrong(self, network: str) -> float:
-        """A guess was wrong; returns by how many seconds to delay the reply."""
+        """Count a wrong guess. Returns the seconds by which to delay the reply."""
         count = self._failures.pop(network, 0)
         if len(self._failures) >= REMEMBERED:
             del self._failures[next(iter(self._failures))]
@@ -48,5 +48,5 @@ class Guesses:
         return float(min(FIRST_DELAY * 2 ** min(count, 8), LONGEST_DELAY))
 
     def right(self, network: str) -> None:
-        """A client of this network gave the right password."""
+        """Forget the failures of a network whose client gave the right password."""
         self._failures.pop(network, None)

@@ -1,8 +1,8 @@
-"""Files with one login per line: of users, access keys and tokens.
+"""Files with one login per line: users, access keys and tokens.
 
-Blank lines and lines that begin with `#` do not count. They fail closed: a file that is missing, empty, not
-text, writable by its group or others, or, if it has secrets, readable by everybody, is a ConfigError. So is
-a line that cannot be parsed, or that gives the same login as another.
+Blank lines and lines that begin with `#` are ignored. Reading fails closed: a file that is missing, empty,
+not text, writable by its group or others, or, if it has secrets, readable by everybody, is a ConfigError. So
+is a line that cannot be parsed or repeats a login.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def read_lines(
     empty: str,
     secret: bool,
 ) -> dict[K, V]:
-    """Read a file of logins; raises ConfigError, which names `option` and the line, but no secret.
+    """Read a file of logins. Raises ConfigError, which names `option` and the line, but no secret.
 
-    `parse` raises ValueError. `again` is what a second line of a login gets to hear, `create` what to do if
-    there is no file, `empty` if there is no line. `secret`: the file has secrets as they are.
+    `parse` raises ValueError. `again` is the message for a repeated login, `create` the remedy for a missing
+    file, `empty` for one without entries. `secret`: the file has secrets in plain text.
     """
     try:
         mode = path.stat().st_mode

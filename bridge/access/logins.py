@@ -26,7 +26,7 @@ from bridge.access.users import Password, read_users, usual_iterations
 from bridge.net.addresses import network_of
 from bridge.net.fairqueue import FairQueue
 
-REMEMBERED = 10_000  # verified passwords, and networks that they came from
+REMEMBERED = 10_000  # verified passwords, and networks from which they came
 
 
 class Reason(enum.Enum):
@@ -46,7 +46,7 @@ class AccessSettings(Protocol):
 
     @property
     def acl(self) -> Sequence[AccessRule]:
-        """The rules; without any, and without roles, everything is allowed."""
+        """The rules; without rules and roles, everything is allowed."""
 
     @property
     def role(self) -> Sequence[Role]:
@@ -73,7 +73,7 @@ class Denied(NamedTuple):
 
 
 class Certified(NamedTuple):
-    """A client that its certificate names; `expires` is in seconds of Unix time."""
+    """A client that is identified by its certificate. `expires` is Unix time in seconds."""
 
     user: str
     proof: bytes
@@ -81,18 +81,18 @@ class Certified(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What an access knows, read and checked."""
+    """The users and rules of an access, read and checked."""
 
     users: dict[str, Password]
     accounts: Accounts
-    rules: dict[str, list[AccessRule]] | None  # by user; None: there are none
+    rules: dict[str, list[AccessRule]] | None  # by user; None: no rules
     anonymous: bool | None
     client_ids: str
     authorities: AbstractSet[bytes]
 
 
 def read(config: AccessSettings, authorities: AbstractSet[bytes] = frozenset()) -> Loaded:
-    """Read users and rules; `authorities` is as of `proofs`. Raises ConfigError."""
+    """Read users and rules; `authorities` is as in `proofs`. Raises ConfigError."""
     users = read_users(config.users_file) if config.users_file is not None else {}
     accounts = Accounts(config.user, config.role)
     rules: dict[str, list[AccessRule]] = {}
@@ -110,10 +110,10 @@ def read(config: AccessSettings, authorities: AbstractSet[bytes] = frozenset()) 
 
 
 class Access:
-    """Users, roles and rules: those of one listener, or of [mqtt] and all other front ends.
+    """Users, roles and rules of one listener, or of [mqtt] and all other front ends.
 
-    `name` is the listener's, empty for that of [mqtt]. `realm` names the access whose users these are: its
-    own, or that of [mqtt], whose users it shares.
+    `name` is the name of the listener, empty for [mqtt]. `realm` names the access that defines its users:
+    itself, or [mqtt] if it shares those users.
     """
 
     def __init__(
@@ -124,25 +124,25 @@ class Access:
         realm: str = "",
         beside: Access | None = None,
     ) -> None:
-        """An access `beside` another one shares its turns and delays, so that guessing is no faster."""
+        """`beside` is an access with which it shares turns and delays, so that guessing is no faster."""
         self.name, self.realm = name, realm
         self._verified: dict[bytes, Password] = {} if beside is None else beside._verified
         self._networks: dict[str, None] = {} if beside is None else beside._networks  # with a login
         self._guesses: Guesses = Guesses() if beside is None else beside._guesses
         self._turns: FairQueue = FairQueue() if beside is None else beside._turns
         self._key: bytes = os.urandom(16) if beside is None else beside._key
-        # A single thread of its own: guessing passwords must not occupy the store's threads.
+        # A single separate thread, so that guessing passwords does not occupy the store's threads.
         self._hasher: ThreadPoolExecutor = (
             ThreadPoolExecutor(1, "mqtt-password") if beside is None else beside._hasher
         )
         self.apply(config if isinstance(config, Loaded) else read(config))
 
     def load(self, config: AccessSettings, authorities: AbstractSet[bytes] = frozenset()) -> None:
-        """Apply users, rules and `proofs.authorities`; raises ConfigError, and then nothing has changed."""
+        """Apply users, rules and `proofs.authorities`. After a ConfigError, nothing has changed."""
         self.apply(read(config, authorities))
 
     def apply(self, loaded: Loaded) -> None:
-        """Apply what `read` has read."""
+        """Apply the result of `read`."""
         self._users, self._accounts, self._rules = loaded.users, loaded.accounts, loaded.rules
         self._anonymous, self._client_ids = loaded.anonymous, loaded.client_ids
         self._authorities = loaded.authorities
@@ -153,7 +153,7 @@ class Access:
 
     @property
     def has_users(self) -> bool:
-        """Whether there are users; without a users file every client is anonymous."""
+        """Return whether there are users. Without a users file, every client is anonymous."""
         return bool(self._users)
 
     def knows(self, user: str) -> bool:
@@ -165,26 +165,26 @@ class Access:
         return network in self._networks
 
     def proof_of(self, user: str) -> bytes:
-        """The proof of a user who has given the password."""
+        """Return the proof of a user who has given the password."""
         return proofs.of_password(self._users[user]) if user in self._users else b""
 
     def still_admits(self, user: str | None, proof: bytes) -> bool:
-        """Whether a client that logged in with this proof (user None: anonymous) still could.
+        """Return whether a client that logged in with this proof (user None: anonymous) could still log in.
 
-        Which address an anonymous client came to is not known here; the server looks at that.
+        The listener of an anonymous client is not known here; the server checks that.
         """
         if user is None and not proof:
             return self._anonymous is not False
         return proofs.holds(proof, user, self._users, self._authorities, self._accounts)
 
     def needs_certificate(self, user: str) -> str:
-        """Why a user may not log in without a certificate; empty if the user may."""
+        """Return why a user may not log in without a certificate; empty if the user may."""
         if not self._accounts.is_mapped(user):
             return ""
         return f"user {user!r} logs in only with a certificate; see `certificates` in [[mqtt.user]]"
 
     def certified(self, tls: ssl.SSLObject) -> Certified | None:
-        """Whose a client's certificate is, which TLS has verified; None: it is nobody's."""
+        """Return the login of a client certificate that TLS has verified; None if it has no user."""
         found = self._accounts.user_of(*presented(tls))
         if found is None:
             return None
@@ -192,7 +192,7 @@ class Access:
         return Certified(user, proofs.of_certificate(tls, entry), proofs.expires(tls))
 
     def identify(self, client_id: str, user: str | None, *, local: bool = False, label: str = "") -> Identity:
-        """What a client that has logged in may do; `local`: it is on this machine."""
+        """Return what a client that has logged in may do. `local`: it is on this machine."""
         return Identity(
             client_id,
             user,
@@ -204,25 +204,25 @@ class Access:
         )
 
     def realm_of(self, user: str | None) -> str:
-        """Whose a user is: clients without a user name are always those of one access."""
+        """Return the realm of a user; anonymous clients always have that of their access."""
         return self.name if user is None else self.realm
 
     def _rules_of(self, user: str | None) -> Sequence[AccessRule]:
-        """The rules for a user; none at all mean that everything is allowed."""
+        """Return the rules for a user. Without any rules, everything is allowed."""
         if self._rules is None:
             return ()
         mine = self._rules.get("*", ()), self._rules.get(user or "", ())
         return [rule for rules in mine for rule in rules] or NOTHING
 
     def owns_id(self, user: str | None, client_id: str) -> bool:
-        """Whether a client id is this user's, whoever was the first client to use it."""
+        """Return whether a client id is reserved for this user, whoever used it first."""
         if (owner := self._accounts.owner_of(client_id)) is not None:
             return owner == user
-        bound = user is not None and self._client_ids != "any"  # nobody's name binds no id
+        bound = user is not None and self._client_ids != "any"  # not for anonymous clients
         return bound and self.may_use_id(user, client_id)
 
     def may_use_id(self, user: str | None, client_id: str) -> bool:
-        """Whether this user may use a client id (None: anonymous, only ids that belong to no user)."""
+        """Return whether this user may use a client id (None: anonymous, only ids that belong to no user)."""
         if (bound := self._accounts.owner_of(client_id)) is not None:
             return bound == user
         if user is not None and self._accounts.binds(user):
@@ -233,17 +233,17 @@ class Access:
         return owner == user if user is not None else owner not in self._users
 
     def refuse_anonymous(self, *, loopback: bool) -> Denied | None:
-        """Why a client without a user name may not connect to a listener; None if it may."""
+        """Return why a client without a user name may not connect to a listener; None if it may."""
         allowed = loopback if self._anonymous is None else self._anonymous
         return None if allowed else Denied(Reason.NOT_ALLOWED, "a user name and password are needed here")
 
     async def verify(self, user: str, password: bytes | None, address: str) -> Denied | None:
-        """Check a password; the reply to a wrong one is delayed, each time longer.
+        """Check a password. The reply to a wrong one is delayed, each time longer.
 
         A name and password that were right before need no hash. All others take turns at the hashing thread,
-        by network, then by user. Networks with a successful login keep half of the turns. An attempt that is
-        cancelled before its turn costs nothing. All unknown names share the turns of one name; a client
-        cannot distinguish them from a user with a wrong password, nor users who need a certificate.
+        by network, then by user. Networks with a successful login get half of the turns. An attempt that is
+        cancelled before its turn costs nothing. All unknown names share the turns of one name. To a client,
+        unknown names, wrong passwords and users who need a certificate look the same.
         """
         mapped = self._accounts.is_mapped(user)
         known = None if mapped else self._users.get(user)
@@ -277,10 +277,10 @@ class Access:
         loop = asyncio.get_running_loop()
         name = user if known is not None else ""
         await self._turns.wait(network, name, known=network in self._networks)
-        # An unknown name takes as much time as a user, so timing does not reveal which names exist.
+        # An unknown name takes as long as a known one, so timing does not reveal which names exist.
         hashed = known or self._nobody
         hashing = loop.run_in_executor(self._hasher, hashed.verify, password)
-        hashing.add_done_callback(lambda _: self._turns.done())  # also if it was cancelled
+        hashing.add_done_callback(lambda _: self._turns.done())  # even if it was cancelled
         return await asyncio.shield(hashing) and known is not None
 
     def _remember(self, digest: bytes, known: Password | None, network: str) -> None:
@@ -292,7 +292,7 @@ class Access:
 
 
 def _note(memory: dict[Any, Any], key: object, value: object) -> None:
-    """Put an entry at the end of a dict of bounded size, instead of the oldest one."""
+    """Add an entry to a dict of bounded size, in place of the oldest one."""
     memory.pop(key, None)
     if len(memory) >= REMEMBERED:
         del memory[next(iter(memory))]

@@ -1,16 +1,19 @@
 """Proofs: how a client has logged in, to check later whether it still could.
 
-A proof is a few bytes, stored with the session: `p` and a digest of the user's line in the users file, or `c`
-and the digests of the certificates in the client CA file that verified the client's certificate. If the
-user's account lists that certificate, it is `m`, a digest of what the account lists, and the same digests. If
-a plugin let the client in, it is `a`, a digest of the plugin's name, and one of the basis of its decision, if
-it has stated one. The proof of an anonymous client is empty.
+A proof is a few bytes that are stored with the session:
 
-A proof of a password is valid while that line is unchanged and the account lists no certificates; one of a
-certificate while all of those certificates are in the file, and the account lists the certificate, or none.
-So a renewed CA certificate ends what the old one allowed, even if both have the same key: the client must
-present its certificate again, in a new handshake. One of a plugin is valid while the plugin is asked, and
-still accepts on that basis (`bridge.plugin.auth`).
+    password       `p`, digest of the user's line in the users file
+    certificate    `c`, digests of the certificates in the client CA file that verified it
+    the same, if the account lists the certificate
+                   `m`, digest of the entry of the account, the same digests
+    plugin         `a`, digest of the plugin's name, digest of the basis of its decision if it has stated one
+    anonymous      empty
+
+A proof of a password is valid while that line is unchanged and the account lists no certificates. A proof of
+a certificate is valid while all of those certificates are in the file, and the account lists the certificate
+or none. So a renewed CA certificate ends logins by the old one, even if both have the same key: the client
+must present its certificate again, in a new handshake. A proof of a plugin is valid while the plugin is in
+use and still accepts that basis (`bridge.plugin.auth`).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from bridge.access.users import Password
 from bridge.net.crl import not_after
 
 SIZE = 16  # bytes of a digest
-NOTHING = b"m"  # of a client that its listener would not let in any more: it never holds
+NOTHING = b"m"  # for a client that its listener would no longer admit; it is never valid
 
 
 def authorities(context: ssl.SSLContext | None) -> frozenset[bytes]:
@@ -36,15 +39,15 @@ def authorities(context: ssl.SSLContext | None) -> frozenset[bytes]:
 
 
 def of_password(password: Password) -> bytes:
-    """The proof of a client that gave this password."""
+    """Return the proof of a client that gave this password."""
     return b"p" + _digest(repr(tuple(password)).encode())
 
 
 def of_certificate(tls: ssl.SSLObject, entry: str = "") -> bytes:
-    """The proof of a client whose certificate was verified in this TLS session.
+    """Return the proof of a client whose certificate was verified in this TLS session.
 
-    `entry` is what the user's account lists of it. A resumed session has no certificate chain: its proof
-    needs all authorities.
+    `entry` is the entry of the user's account. A resumed session has no certificate chain, so its proof needs
+    all authorities.
     """
     known = authorities(tls.context)
     needed = {_digest(certificate) for certificate in _verified_chain(tls)} & known
@@ -53,17 +56,17 @@ def of_certificate(tls: ssl.SSLObject, entry: str = "") -> bytes:
 
 
 def of_plugin(name: str, basis: str = "") -> bytes:
-    """The proof of a client that a plugin has let in."""
+    """Return the proof of a client that a plugin has admitted."""
     return b"a" + _digest(name.encode()) + (_digest(basis.encode()) if basis else b"")
 
 
 def is_of_plugin(proof: bytes) -> bool:
-    """Whether a plugin has let the client in."""
+    """Return whether a plugin has admitted the client."""
     return proof[:1] == b"a"
 
 
 def is_of_certificate(proof: bytes) -> bool:
-    """Whether the client has shown a certificate."""
+    """Return whether the client has presented a certificate."""
     return proof[:1] in (b"c", b"m")
 
 
@@ -74,7 +77,7 @@ def holds(
     known: AbstractSet[bytes],
     accounts: Accounts,
 ) -> bool:
-    """Whether a client of this name could still log in with its proof."""
+    """Return whether a client of this name could still log in with its proof."""
     if is_of_certificate(proof):
         begins, name = 1, user or ""
         if proof[:1] == b"m":
@@ -90,9 +93,9 @@ def holds(
 
 
 def expires(tls: ssl.SSLObject) -> float:
-    """When the first of the certificates that verified a client expires, in seconds of Unix time.
+    """Return when the first of the certificates that verified a client expires, Unix time in seconds.
 
-    Of a resumed session only the client's own certificate is known.
+    In a resumed session, only the client's own certificate is known.
     """
     return min(map(not_after, _verified_chain(tls) or [tls.getpeercert(binary_form=True) or b""]))
 
@@ -102,7 +105,7 @@ def _digest(data: bytes) -> bytes:
 
 
 def _verified_chain(tls: Any) -> list[bytes]:
-    """The certificates from the client's to the root, in DER; none if TLS does not provide them."""
+    """Return the certificates from the client's to the root, in DER; none if TLS does not provide them."""
     public = getattr(tls, "get_verified_chain", None)  # public since Python 3.13
     if public is not None:
         return list(public())

@@ -14,12 +14,12 @@ Two more rights are narrower than these, and matter only where a rule states the
     operations   which operations, by name, beside the right on the stream that each one needs
     page         what the status page does for the user: nothing, "look", or "operate"
 
-* A rule gives one user rights. A role is a rule without a user, which `accounts.Account` gives to users.
-* `deny` is asked first: what any rule of a client denies, no other rule gives.
+* A rule gives rights to one user. A role is a rule without a user, which `accounts.Account` gives to users.
+* `deny` is checked first: what any rule of a client denies, no other rule can grant.
 * With rules, everything that no rule allows is denied.
 * Without rules, every connected client may publish, subscribe and read everywhere, and a client on this
   machine may also manage. A client on another machine needs a rule for that.
-* `TRUSTED` is root or the service's user at the control socket. They could change the files as well.
+* `TRUSTED` is root or the service's user at the control socket. They could also change the files directly.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Page = Literal["none", "look", "operate"]
 PAGES: tuple[Page, ...] = ("none", "look", "operate")  # each may do what those before it may
 FILTERS = ("publish", "subscribe", "read", "manage")
 _PLACEHOLDER = re.compile("%[cu]")
-# What looks like a placeholder and is none: `%x`, and those of other brokers, such as `${username}`.
+# Strings that only look like placeholders: `%x`, and those of other brokers, such as `${username}`.
 _UNKNOWN = re.compile(r"%(?![cu])[A-Za-z]|\$?\{+[A-Za-z][^{}/]*\}+")
 
 
 def _wrong_filters(rights: Struct) -> Iterator[str]:
-    """The mistakes in the filters of a rule."""
+    """Yield the mistakes in the filters of a rule."""
     for right in FILTERS:
         for name in getattr(rights, right) or ():
             if (mistake := filter_mistake(name)) is not None:
@@ -216,7 +216,7 @@ class Identity:
 
     @property
     def label(self) -> str:
-        """Its name in the log and in errors, with the user, since rules are for users."""
+        """Return its name in the log and in errors, with the user, because rules are for users."""
         if self._label:
             return self._label
         user = "anonymous" if self.user is None else f"user {self.user!r}"
@@ -224,7 +224,7 @@ class Identity:
 
     @property
     def owner(self) -> tuple[str, str | None]:
-        """Whose its session is: a user, and the realm of the user."""
+        """Return the owner of its session: the user and the realm."""
         return self.realm, self.user
 
     @property
@@ -234,11 +234,11 @@ class Identity:
         return Holder(self.realm, self.user, network)
 
     def may_publish(self, topic: str) -> bool:
-        """Whether it may publish on a topic (not for request topics)."""
+        """Return whether it may publish on a topic (not for request topics)."""
         return self._has("publish", topic)
 
     def may_subscribe(self, topic_filter: str) -> bool:
-        """Whether it may subscribe to a filter: to all of it, and to nothing that is denied."""
+        """Return whether it may subscribe to all of a filter, and none of it is denied."""
         if any(overlap(f, topic_filter) for f in self._denied.get("subscribe", ())):
             return False
         return self.subscribe is None or any(covers(f, topic_filter) for f in self.subscribe)
@@ -247,22 +247,22 @@ class Identity:
         return self._has("read", topic)
 
     def may_read_all(self, topic_filter: str) -> bool:
-        """Whether it may receive every message that a filter matches."""
+        """Return whether it may receive every message that a filter matches."""
         if any(overlap(f, topic_filter) for f in self._denied.get("read", ())):
             return False
         return self.read is None or any(covers(f, topic_filter) for f in self.read)
 
     def is_denied(self, right: str, topic_filter: str) -> bool:
-        """Whether `deny` of a rule, and not the lack of one, is why it has not the whole right there."""
+        """Return whether a `deny`, and not the lack of a rule, is why it lacks the full right there."""
         return any(overlap(f, topic_filter) for f in self._denied.get(right, ()))
 
     def denied_to_read(self, topic_filters: Iterable[str]) -> str | None:
-        """A filter that it is denied to read, and that has topics in common with one of these."""
+        """Return a filter that it is denied to read and that overlaps with one of these, if any."""
         wanted = list(topic_filters)
         return next((f for f in self._denied.get("read", ()) if any(overlap(f, one) for one in wanted)), None)
 
     def may_manage(self, topic: str) -> bool:
-        """Whether it may manage what has this topic; a stream has `streams/<name>`."""
+        """Return whether it has the right `manage` on a topic; a stream has the topic `streams/<name>`."""
         return self._has("manage", topic)
 
     def may(self, right: StreamRight, stream: str) -> bool:
@@ -281,7 +281,7 @@ class Identity:
             )
 
     def require_operation(self, name: str, *, looks: bool) -> None:
-        """Raise Unauthorized unless it may use an operation; `looks`: the operation changes nothing."""
+        """Raise Unauthorized unless it may use an operation. `looks`: the operation changes nothing."""
         if not self.may_change and not looks:
             raise Unauthorized(f'{self.label} may only look; {name} needs page = "operate" in a rule or role')
         if name in self._denied.get("operations", ()):
@@ -307,7 +307,7 @@ class Identity:
         ]
 
     def _filled_wide(self, filters: Iterable[str]) -> Iterator[str]:
-        """The same for what is denied: a name that does not fit a level stands for everything below it."""
+        """The same for `deny`: a name that does not fit into a level stands for everything below it."""
         names = self._names()
         for topic_filter in filters:
             levels = topic_filter.split("/")
@@ -327,7 +327,7 @@ def _is_unsafe(name: str) -> bool:
 
 
 def command(address: str) -> Identity:
-    """The caller of a command: as `TRUSTED`, and `address` says which process it was."""
+    """Return the caller of a command: like `TRUSTED`, but `address` identifies the process."""
     found = Identity("", None, (), label="a command", trusted=True)
     found.origin = Origin("control", address)
     return found

@@ -1,7 +1,7 @@
-"""The file of tokens: which user a client is that shows one.
+"""The file of tokens, which identify the user of a client.
 
-One token per line (`linefile`): `user token`, separated by blanks; a user may have several. In memory there
-are digests only, so that looking one up takes the same time for every wrong token.
+One token per line (`linefile`): `user token`, separated by blanks; a user may have several. Only digests are
+in memory, so the look-up takes the same time for every wrong token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def digest(token: str) -> bytes:
 
 
 def read_tokens(option: str, path: Path) -> dict[bytes, str]:
-    """Read the users, by the digests of their tokens; raises ConfigError, which shows no token."""
+    """Read the users, by the digests of their tokens. Raises ConfigError, which shows no token."""
     return read_lines(
         option,
         path,

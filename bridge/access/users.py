@@ -36,13 +36,13 @@ class Password(NamedTuple):
     hash: bytes
 
     def verify(self, password: bytes) -> bool:
-        """Return whether it is this password. Takes about 100 ms, without the GIL."""
+        """Return whether this is the password. Takes about 100 ms, without the GIL."""
         found = hashlib.pbkdf2_hmac("sha512", password, self.salt, self.iterations, len(self.hash))
         return hmac.compare_digest(found, self.hash)
 
 
 def usual_iterations(users: Mapping[str, Password]) -> int:
-    """The most common number of iterations; the largest if several are equally common."""
+    """Return the most common number of iterations; if several are equally common, the largest."""
     counts = Counter(password.iterations for password in users.values())
     return max(counts, key=lambda count: (counts[count], count), default=ITERATIONS)
 
@@ -54,7 +54,7 @@ def hash_password(password: bytes) -> str:
 
 
 def read_users(path: Path) -> dict[str, Password]:
-    """Read a users file; raises ConfigError with the line that is wrong."""
+    """Read a users file. Raises ConfigError, which names the wrong line."""
     return read_lines(
         "mqtt.users_file",
         path,
@@ -75,7 +75,7 @@ def change_users(path: Path, user: str, hashed: str | None, owner: tuple[int, in
     path = path.resolve()
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX)  # two changes at once would lose one
+        fcntl.flock(directory, fcntl.LOCK_EX)  # of two concurrent changes, one would be lost
         before: os.stat_result | None = None
         lines: list[str] = []
         with contextlib.suppress(FileNotFoundError):
@@ -86,7 +86,7 @@ def change_users(path: Path, user: str, hashed: str | None, owner: tuple[int, in
         at = next((n for n, line in enumerate(lines) if line.partition(":")[0] == user), len(lines))
         lines[at : at + 1] = fresh
         new = path.with_name(f".{path.name}.new")
-        new.unlink(missing_ok=True)  # of an interrupted change
+        new.unlink(missing_ok=True)  # left by an interrupted change
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with open(fd, "w", encoding="utf-8") as file:

@@ -1,13 +1,12 @@
 """The audit log: who logged in, who was refused, and what was changed.
 
-    record     note an event; from everywhere in the service, as with a log. Without an audit log it does
-               nothing
-    begin      open what [audit] names
+    record     records an event, from anywhere in the service; without an audit log, it does nothing
+    begin      opens the files and sockets that [audit] names
     writer     a queue of events, and the thread that writes them
-    repeats    bounds how many lines of a kind and address are written, and sums up the others
+    repeats    limits the lines per kind and address, and summarizes the others
     sinks      where lines go: a file that is rotated, or journald
 
-An event is one line. Keys that mean nothing for it are left out:
+An event is one line. Keys that do not apply are omitted:
 
     time        when it happened, RFC 3339 in UTC, with milliseconds
     seq         counts the lines since the start from 1: a missing number is a missing line
@@ -18,21 +17,21 @@ An event is one line. Keys that mean nothing for it are left out:
     address     of the peer; at the control socket, the ids of its user and its process
     user        the name of the user; for a login that was refused, the name that the client gave
     client      the client id, likewise
-    on          the stream, the topic, or the topic filter that it was about
+    on          the stream, topic or topic filter concerned
     why         what was done, or why not, as in the log
-    before      what was changed, and `after`: what it is now; only what differs
-    repeated    only of a summary: so many more events of this kind were not written one by one, from `since`
-                to `time`; `on` lists some of what they were about
+    before      the changed values before the event; `after` has them after it
+    repeated    only in a summary: how many more events of this kind occurred from `since` to `time` without a
+                line of their own; `on` lists some of their subjects
 
 What it promises:
 
-* Nothing waits for the audit log: an event is put into a queue, and a thread writes it. Of all PUBLISH
-  packets, only the first one of a connection on a topic that it may not publish on comes here.
+* Nothing waits for the audit log: an event is put into a queue, and a thread writes it. The only PUBLISH
+  packets that are recorded are the first of each connection on each topic that it may not publish on.
 * A line is in the file a moment after its event, and on the disk at most `sync_interval` later. SIGKILL
   costs the lines of that moment; a power cut those of `sync_interval`. A stop writes and syncs everything.
-* What cannot be written (a full disk) is kept, and written later, up to `writer.MOST_KEPT` lines; of the
-  others, `lost` says how many.
-* Nobody can flush other lines out of the files by repeating something: see `repeats`.
+* Lines that cannot be written (a full disk) are kept and written later, up to `writer.MOST_KEPT`; `lost`
+  counts the others.
+* Nobody can push other lines out of the files by repeating something: see `repeats`.
 """
 
 from __future__ import annotations
@@ -60,13 +59,13 @@ class Origin(NamedTuple):
 
 
 def begin(settings: AuditSettings, bounds: Bounds | None = None) -> None:
-    """Open the audit log of this process, if the settings name one; raises ConfigError."""
+    """Open the audit log of this process, if the settings define one. Raises ConfigError."""
     global _current
     _current = Audit(settings, bounds) if settings.on else None
 
 
 def reload(settings: AuditSettings) -> None:
-    """Apply other settings; raises ConfigError, and then nothing has changed."""
+    """Apply new settings. After a ConfigError, nothing has changed."""
     if _current is None:
         begin(settings)
     elif settings.on:
@@ -101,7 +100,7 @@ def record(
     before: Mapping[str, Any] | None = None,
     after: Mapping[str, Any] | None = None,
 ) -> None:
-    """Note an event; see the module. `proven`: `user` is who it is, and not what a client claims to be."""
+    """Record an event; see the module. `proven`: `user` has been authenticated, not just claimed."""
     if _current is not None:
         _current.put(
             Event(
@@ -112,7 +111,7 @@ def record(
 
 
 def _bounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as JSON has them; of one that is too long, only how long it is."""
+    """Convert the values to JSON types. A value that is too long is replaced by its length."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         size = len(json.dumps(value, default=str))

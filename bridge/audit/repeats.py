@@ -1,13 +1,12 @@
-"""A bound for the lines of the audit log: what repeats is counted, and summed up once a window.
+"""Limits the lines of the audit log: repeated events are counted, and summarized once per window.
 
-Events are alike if they have the same kind (event, outcome, front end), network and user, the user only if it
-has proved who it is. Of alike events in a window, `alike` are written; of the events of a kind by those who
-have proved nothing, `unproven` in all. So whoever claims many names, or has many addresses, gets no more
-lines than that. At the end of a window a summary has the number of the others, and some of what they were
-about.
+Events are alike if they have the same kind (event, outcome, front end), network and user; an unauthenticated
+user name does not count. In a window, at most `alike` such events are written, and at most `unproven` events
+of one kind by all unauthenticated clients together. So claiming many names, or having many addresses, gets
+nobody more lines. At the end of a window, a summary has the number of the others, and some of their subjects.
 
-A client that is logged in and repeats one operation on many streams could hide one of them in a summary:
-the summary lists up to `listed` different streams.
+A logged-in client could repeat one operation on many streams to hide one of them. Therefore the summary lists
+up to `listed` different streams.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ LONGEST = 500  # characters of a text that a client sends
 
 
 class Bounds(NamedTuple):
-    """How much is written: lines in a window of so many seconds."""
+    """The limits: lines per window, and its length in seconds."""
 
     window: float = 60.0
     alike: int = 20
     unproven: int = 200
     listed: int = 50
-    groups: int = 20_000  # of alike events that are told apart
+    groups: int = 20_000  # groups of alike events that are distinguished
 
 
 class Event(NamedTuple):
-    """What happened; `time` in seconds. See `bridge.audit`."""
+    """An event; `time` in seconds. See `bridge.audit`."""
 
     time: float
     event: str
@@ -48,7 +47,7 @@ class Event(NamedTuple):
     after: dict[str, Any] | None
 
     def line(self) -> dict[str, Any]:
-        """The keys of the line, without those that mean nothing."""
+        """Return the keys of the line, without those that do not apply."""
         found: dict[str, Any] = {"time": self.time, "event": self.event, "outcome": self.outcome}
         texts = {
             "front_end": self.front_end,
@@ -64,7 +63,7 @@ class Event(NamedTuple):
 
 
 class _Key(NamedTuple):
-    """What alike events have in common; without a network they are those of many."""
+    """The common values of alike events; without a network, events of several networks."""
 
     kind: tuple[str, str, str]
     network: str | None
@@ -74,14 +73,14 @@ class _Key(NamedTuple):
 @dataclass
 class _Group:
     written: int = 0
-    counted: int = 0  # and not written
-    first: float = 0.0  # of those that are not written
+    counted: int = 0  # events that were not written
+    first: float = 0.0  # the time of the first of these
     last: Event | None = None
     on: set[str] = field(default_factory=set)
 
 
 class Repeats:
-    """The windows of all groups: they begin with an event, and end together."""
+    """The windows of all groups. They begin with an event and end together."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
@@ -90,7 +89,7 @@ class Repeats:
         self.ends = float("inf")  # when the window ends, by time.monotonic
 
     def take(self, event: Event) -> list[dict[str, Any]]:
-        """The lines to write for an event."""
+        """Return the lines to write for an event."""
         lines = self.due()
         if not self._groups:
             self.ends = time.monotonic() + self._bounds.window
@@ -117,11 +116,11 @@ class Repeats:
         return key
 
     def due(self) -> list[dict[str, Any]]:
-        """The summaries, if the window is over."""
+        """Return the summaries, if the window is over."""
         return self.end() if time.monotonic() >= self.ends else []
 
     def end(self) -> list[dict[str, Any]]:
-        """End the window; returns the summaries."""
+        """End the window and return the summaries."""
         groups, self._groups, self._unproven = self._groups, {}, {}
         self.ends = float("inf")
         return [_summary(key, group) for key, group in groups.items() if group.last is not None]

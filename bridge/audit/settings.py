@@ -16,8 +16,8 @@ class AuditSettings(Struct, frozen=True, kw_only=True):
     """[audit]: the audit log. It is off unless `file` is set or `journald` is true; both are possible.
 
     file            JSON lines, mode 0600. It is rotated at `max_size`: FILE.1 is the last one before it
-    files           how many there are at most, FILE among them; the oldest is deleted
-    sync_interval   how long a line may be in the file and not yet on the disk; 0 syncs at once
+    files           the maximum number of files, including FILE; the oldest is deleted
+    sync_interval   how long a line may be in the file before it is synced; 0 syncs at once
     journald        send the lines to the journal by its socket, `journald_socket`, with the fields
                     STREAMBRIDGE_EVENT, STREAMBRIDGE_USER and so on
     """

@@ -1,10 +1,10 @@
 """Where the lines of the audit log go.
 
-`FileSink` appends JSON lines to a file of mode 0600. A line is whole or absent: one that did not fit on the
-disk is cut off again, and one that a kill or a power cut has torn is ended by a newline at the next start.
-At `max_size` the file is rotated: FILE.1 becomes FILE.2 and so on, FILE becomes FILE.1, and the
-directory is synced. A kill in between leaves every line under one of these names. A file that
-somebody else has moved away (logrotate) is made again. The file is locked: a second process is refused.
+`FileSink` appends JSON lines to a file of mode 0600. If a line does not fit on the disk, it is removed again.
+If a kill or a power cut has torn a line, the next start ends it with a newline. At `max_size` the file is
+rotated: FILE.1 becomes FILE.2 and so on, FILE becomes FILE.1, and the directory is synced. A kill in between
+leaves every line under one of these names. If the file was moved away (by logrotate), it is created again.
+The file is locked, so a second process is refused.
 
 `JournalSink` sends each line to journald by its native protocol
 (https://systemd.io/JOURNAL_NATIVE_PROTOCOL): a datagram of `FIELD=value` lines; a value with a newline has
@@ -37,10 +37,10 @@ _SEALS = 0x000F  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE
 
 
 class Sink(Protocol):
-    """A place for lines; all methods raise OSError."""
+    """A destination of lines. All methods raise OSError."""
 
     def write(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Write the lines that it has not written yet, by their `seq`."""
+        """Write those lines that have not been written yet, by their `seq`."""
 
     def sync(self) -> None:
         """Wait until they are on the disk."""
@@ -53,18 +53,18 @@ class FileSink:
     """A file that is rotated."""
 
     def __init__(self, path: Path) -> None:
-        """Open it; raises OSError, also if another process writes to it."""
+        """Open it. Raises OSError, even if only because another process writes to it."""
         self._path = path
         self._max_size, self._files = 1 << 62, 2
         self._written = 0  # the `seq` of the last line that is in the file
         self._fd, self._size = self._open()
 
     def bound(self, max_size: int, files: int) -> None:
-        """Set how long the file may be, in bytes, and how many there may be."""
+        """Set the maximum size of a file in bytes, and the number of files."""
         self._max_size, self._files = max_size, files
 
     def write(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Append lines, rotating in between where they do not fit."""
+        """Append lines, and rotate when they do not fit."""
         self._follow()
         piece = bytearray()
         last = self._written
@@ -92,7 +92,7 @@ class FileSink:
             os.close(self._fd)
 
     def _open(self) -> tuple[int, int]:
-        """Open or make the file; returns its descriptor and its size."""
+        """Open or create the file. Returns its descriptor and size."""
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         fd = os.open(self._path, flags, 0o600)
         try:
@@ -117,7 +117,7 @@ class FileSink:
         return fd, size
 
     def _follow(self) -> None:
-        """Make the file again if it is no longer under its name."""
+        """Create the file again if it was moved away."""
         with contextlib.suppress(FileNotFoundError):
             found, mine = self._path.stat(), os.fstat(self._fd)
             if (found.st_ino, found.st_dev) == (mine.st_ino, mine.st_dev):
@@ -129,7 +129,7 @@ class FileSink:
         os.close(old)
 
     def _append(self, piece: bytearray, last: int) -> None:
-        """Append whole lines up to number `last`, or leave the file as it was."""
+        """Append complete lines up to number `last`, or leave the file unchanged."""
         view = memoryview(bytes(piece))
         written = 0
         try:
@@ -143,7 +143,7 @@ class FileSink:
         self._written = last
 
     def _rotate(self) -> None:
-        """Begin a new file; if that fails, the old one grows."""
+        """Begin a new file. If that fails, the old one grows."""
         try:
             os.fsync(self._fd)
             for number in range(self._files - 1, 1, -1):
@@ -216,7 +216,7 @@ class JournalSink:
 
 
 def _shown(line: dict[str, Any]) -> dict[str, Any]:
-    """A line with times as texts, and without credentials in URLs."""
+    """Format a line with times as text, without credentials in URLs."""
     found = {key: _clean(value) for key, value in line.items()}
     for key in found.keys() & {"time", "since"}:
         seconds = line[key]
@@ -241,7 +241,7 @@ def _json(line: dict[str, Any]) -> bytes:
 
 
 def _entry(line: dict[str, Any]) -> bytes:
-    """A line as journald takes it."""
+    """Format a line as journald expects it."""
     shown = _shown(line)
     fields = {
         "MESSAGE": _sentence(shown),
@@ -262,11 +262,11 @@ def _field(name: str, text: str) -> bytes:
 
 
 def _sentence(shown: dict[str, Any]) -> str:
-    """A line for people: `login refused mqtt 192.0.2.1 user=ann: wrong password`."""
+    """Format a line for people, such as `login refused mqtt 192.0.2.1 user=ann: wrong password`."""
     head: Iterable[str] = (
         str(shown[key]) for key in ("event", "outcome", "front_end", "address") if key in shown
     )
     more = (f"{key}={shown[key]!r}" for key in ("user", "client", "on", "repeated") if key in shown)
-    # An error may repeat what a client has sent, and in the journal nobody escapes it.
+    # An error may repeat data from a client, and the journal does not escape it.
     why = f": {printable(shown['why'])}" if "why" in shown else ""
     return " ".join((*head, *more)) + why

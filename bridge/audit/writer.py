@@ -1,4 +1,4 @@
-"""The thread that writes the audit log: events in, lines out. `bridge.audit` says what it promises."""
+"""The thread that writes events to the audit log as lines. `bridge.audit` says what it promises."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from bridge.audit.sinks import FileSink, JournalSink, Sink
 from bridge.errors import ConfigError
 
 MOST_KEPT: Final = 10_000  # events in the queue, and lines that could not be written yet
-RETRY = 1.0  # seconds until lines that could not be written are written again
-CLOSE = 5.0  # seconds that a stop waits for a disk that hangs
+RETRY = 1.0  # seconds between attempts to write lines
+CLOSE = 5.0  # seconds for which a stop waits for a disk that hangs
 
 log = logging.getLogger(__name__)
 
 
 class Audit:
-    """A queue of events, and the thread that writes them. `close` it."""
+    """A queue of events, and the thread that writes them. Call `close` at the end."""
 
     def __init__(self, settings: AuditSettings, bounds: Bounds | None = None) -> None:
-        """Open what the settings name; raises ConfigError."""
+        """Open the destinations in the settings. Raises ConfigError."""
         self._settings = settings
         self._sinks = _sinks(settings, {})
         self._repeats = Repeats(bounds or Bounds())
@@ -35,27 +35,27 @@ class Audit:
         self._kept: deque[dict[str, Any]] = deque()
         self._seq = 0
         self._overflowed = self._dropped = self._told = 0  # lost: before the queue, after it, and reported
-        self._sync_due: float | None = None  # when what was written must be synced
+        self._sync_due: float | None = None  # when written lines must be synced
         self._failed = False
         self._thread = Thread(target=self._run, name="audit", daemon=True)
         self._thread.start()
 
     def put(self, event: Event) -> None:
-        """Note an event."""
+        """Record an event."""
         if self._queue.qsize() < MOST_KEPT:
             self._queue.put(event)
         else:
             self._overflowed += 1
 
     def reload(self, settings: AuditSettings) -> None:
-        """Write to what these settings name from now on; raises ConfigError, and then nothing has changed."""
+        """Write to these destinations from now on. After a ConfigError, nothing has changed."""
         if settings != self._settings:
             sinks = _sinks(settings, self._sinks)
             self._settings, self._sinks = settings, sinks
             self._queue.put(sinks)
 
     def close(self) -> None:
-        """Write and sync what was noted, and end the thread."""
+        """Write and sync all events, and end the thread."""
         self._queue.put(None)
         self._thread.join(CLOSE)
 
@@ -80,7 +80,7 @@ class Audit:
         _close(sinks, {})
 
     def _taken(self) -> Iterator[Event | dict[str, Sink] | None]:
-        """What is in the queue, once there is something, or it is time to do something else."""
+        """Wait for events, or until something else is due, and return the events."""
         moments = [self._repeats.ends]
         if self._kept:
             moments.append(time.monotonic() + RETRY)
@@ -129,7 +129,7 @@ class Audit:
 
 
 def _sinks(settings: AuditSettings, old: Mapping[str, Sink]) -> dict[str, Sink]:
-    """What the settings name, by name: an old one goes on. Raises ConfigError, and then nothing is open."""
+    """Open the destinations by name, or keep old ones. After a ConfigError, no new one is open."""
     found: dict[str, Sink] = {}
     try:
         if settings.file is not None:

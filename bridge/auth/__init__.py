@@ -7,11 +7,11 @@
 
 What it promises:
 
-* A plugin that is slow, hangs or crashes stops no client that is logged in: it runs in a process of its own,
-  and only the connection that waits for an answer is not read meanwhile.
-* No answer in time is a refusal. The client may try again; nothing of the refusal is remembered for long.
+* A plugin that is slow, hangs or crashes stops no logged-in client. It runs in a separate process, and only
+  the connection that waits for an answer is paused.
+* If no answer comes in time, the client is refused. It may try again; the refusal is not remembered for long.
 * At most `pending` questions wait; one more is refused at once.
-* The child is killed if it answers nothing for long, and started again when it has ended, with backoff.
-* Plugins add users, and take away rights: they are never asked about users in `mqtt.users_file`, their users
-  may not have a name from there, and what the rules deny they cannot allow.
+* The child is killed if it does not answer for long, and restarted after its end, with backoff.
+* Plugins can add users and remove rights. They are never asked about users in `mqtt.users_file`, their users
+  cannot have a name from there, and they cannot allow what the rules deny.
 """

@@ -15,8 +15,8 @@ class AuthSettings(Struct, frozen=True, kw_only=True):
 
     timeout     how long a client waits for an answer; then it is refused
     pending     how many clients may wait at the same time
-    threads     how many the plugins answer at the same time
-    decisions   how long an answer about a topic holds for a connection
+    threads     how many questions the plugins answer at the same time
+    decisions   how long an answer about a topic is valid for a connection
     """
 
     timeout: Annotated[Millis, Meta(ge=10, le=60_000)] = 2_000
@@ -26,7 +26,7 @@ class AuthSettings(Struct, frozen=True, kw_only=True):
     plugins: dict[str, AuthOptions] = field(default_factory=dict)
 
     def mistakes(self) -> list[str]:
-        """What keeps plugins from working on this machine."""
+        """Return the problems that keep plugins from working on this machine."""
         return [
             f"auth.plugins.{name}: {mistake}"
             for name, options in self.plugins.items()

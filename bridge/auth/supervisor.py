@@ -3,10 +3,9 @@
 A question has these states:
 
     queued    a login that waits for its turn, by network and name; networks that have logged in keep half
-    waiting   the child is not ready yet
-    sent      the child has it
-    answered  the caller has gone on: with the answer, or because the time was over, the child has ended, or
-              the service stops
+    waiting   the child is not ready yet sent      the child has it answered  the caller has continued: with
+    the answer, or because the time is over, the child has ended, or the
+              service stops
 
 Everything here runs on the event loop. See `bridge.auth` for what it promises.
 """
@@ -34,10 +33,10 @@ from bridge.net.addresses import network_of
 from bridge.net.fairqueue import FairQueue
 from bridge.plugin.auth import Accepted, Denied, Login, Question
 
-QUIET_AFTER = 60.0  # seconds; a child that lived so long resets the backoff
+QUIET_AFTER = 60.0  # seconds; a child that has lived this long resets the backoff
 MAX_RESTART = 30.0
 HANGS = 5  # time-outs without any answer after which the child is killed
-SHARE = 8  # a network without a login before gets one of so many parts of `auth.pending`
+SHARE = 8  # a network without an earlier login gets at most 1/SHARE of `auth.pending`
 REMEMBERED = 10_000  # networks that have logged in
 
 log = logging.getLogger("bridge.auth")
@@ -60,7 +59,7 @@ class Refusal(NamedTuple):
 
 
 class Auth:
-    """Asks the plugins. Without any it answers nothing, and starts no process."""
+    """Asks the plugins. Without plugins it answers nothing and starts no process."""
 
     def __init__(
         self,
@@ -76,12 +75,12 @@ class Auth:
         self._writer: asyncio.StreamWriter | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
-        self._ending: set[asyncio.Task[None]] = set()  # cancelled, and their children may be there still
+        self._ending: set[asyncio.Task[None]] = set()  # cancelled ones, whose children may still exist
         self._guesses = Guesses()
         self._turns = FairQueue(settings.threads)
         self._queued: Counter[str] = Counter()  # logins by network, until there is an answer
         self._networks: dict[str, None] = {}  # that have logged in, the last one at the end
-        self._unheard: float | None = None  # since when the child has had a question and has said nothing
+        self._unheard: float | None = None  # since when the child has a question and has been silent
         self._bases: dict[str, frozenset[str]] = {}  # by plugin
         self.restarts = 0
 
@@ -111,7 +110,7 @@ class Auth:
             self._task = asyncio.create_task(self._supervise(), name="auth supervisor")
 
     async def stop(self) -> None:
-        """Refuse what waits, and end the child."""
+        """Refuse waiting logins, and end the child."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -121,7 +120,7 @@ class Auth:
         self._ending.clear()
 
     def reload(self, settings: AuthSettings) -> None:
-        """Ask other plugins, or with other options, from now on: in a new child."""
+        """From now on, ask other plugins or with other options, in a new child."""
         if settings != self.settings:
             self.settings, self._turns = settings, FairQueue(settings.threads)
             if (old := self._task) is not None:
@@ -131,12 +130,12 @@ class Auth:
             self._task = asyncio.create_task(self._supervise(), name="auth supervisor")
 
     def bases(self) -> dict[str, frozenset[str]]:
-        """What each plugin accepts logins by now; it may read files."""
+        """Return the current bases of each plugin. It may read files."""
         found = {}
         for name, options in self.settings.plugins.items():
             try:
                 found[name] = frozenset(options.bases())
-            except Exception as error:  # of others' code, in the middle of a reload
+            except Exception as error:  # a plugin's code must not break a reload
                 log.error("%s: whom it has let in stays connected: %r", name, error)
                 found[name] = self._bases.get(name, frozenset())
         self._bases = found
@@ -145,9 +144,9 @@ class Auth:
     # -- questions ------------------------------------------------------------
 
     async def log_in(self, login: Login) -> Known | Refusal:
-        """Who a client is. The answer to a wrong guess is delayed, each time longer.
+        """Return who a client is. The answer to a wrong guess is delayed, each time longer.
 
-        A client that hangs up still counts until its answer would have been sent, so guesses in parallel are
+        A client that disconnects still counts until its answer would have been sent, so parallel guesses are
         no faster.
         """
         network = network_of(login.address)
@@ -175,7 +174,7 @@ class Auth:
         return Refusal(f"{answer.plugin or 'plugins'}: {why}")
 
     def _full(self, network: str) -> str:
-        """Why no more logins of a network may wait; empty if one may."""
+        """Return why no more logins of a network may wait; empty if one may."""
         most, waiting = self.settings.pending, self.waiting
         if waiting >= most:
             return f"{waiting} clients wait; see auth.pending"
@@ -185,7 +184,7 @@ class Auth:
         return ""
 
     async def _in_turn(self, login: Login, network: str) -> wire.Answer:
-        """Ask when it is this login's turn, if that comes before the time is over."""
+        """Ask when it is this login's turn, if that comes in time."""
         turns, seconds = self._turns, self.settings.timeout / 1000
         until = time.monotonic() + seconds
         self._queued[network] += 1
@@ -195,7 +194,7 @@ class Auth:
                     await turns.wait(network, login.user or "", known=network in self._networks)
             except TimeoutError:
                 return wire.Answer(0, error=f"no turn in {seconds:g} s; see auth.timeout and auth.threads")
-            # A client that hangs up gives no turn back: the plugins are still busy with its question.
+            # A client that disconnects does not return its turn, because the plugins are still busy with it.
             asking = asyncio.create_task(self._ask(login, None, until))
             asking.add_done_callback(lambda _: turns.done())
             return await asyncio.shield(asking)
@@ -211,7 +210,7 @@ class Auth:
         self._networks[network] = None
 
     async def allows(self, question: Question) -> bool | None:
-        """Whether a client may do what the rules allow; None without an answer."""
+        """Return whether a client may do what the rules allow; None without an answer."""
         answer = await self._ask(None, question, time.monotonic() + self.settings.timeout / 1000)
         if answer.error:
             log.warning("%s on %.200r refused: %s", question.action, question.topic, answer.error)
@@ -219,7 +218,7 @@ class Auth:
         return answer.allowed is not False
 
     async def _ask(self, login: Login | None, topic: Question | None, until: float) -> wire.Answer:
-        """Wait for an answer until then; an error in it says why there is none."""
+        """Wait for an answer until `until`. Its `error` says why there is none."""
         self._number += 1
         ask = wire.Ask(self._number, login, topic, until)
         if len(self._asked) >= self.settings.pending:

@@ -30,11 +30,11 @@ class Ask(Message, frozen=True, array_like=True, tag=True):
     number: int
     login: Login | None
     topic: Question | None
-    until: float  # by time.monotonic, which is the same in all processes; later nobody waits
+    until: float  # by time.monotonic, which is the same in all processes; nobody waits longer
 
 
 class Ready(Message, frozen=True, array_like=True, tag=True):
-    """From the child: it takes questions. `errors` are plugins that cannot be asked."""
+    """From the child: it is ready. `errors` has the plugins that cannot be asked."""
 
     errors: list[str]
 

@@ -83,14 +83,14 @@ class Worker:
                 self._send(_sound(self._answer(ask)))
 
     def _answer(self, ask: wire.Ask) -> wire.Answer:
-        """What the first plugin says that says anything; the error of one that fails, which refuses."""
+        """Return the first answer of a plugin; the error of a plugin that fails counts as a refusal."""
         hook, asked = ("authenticate", "login") if ask.login is not None else ("authorize", "question")
         values: dict[str, Any] = {asked: ask.login if ask.login is not None else ask.topic}
         for name, implementation, options in self._hooks[hook]:
             values["options"] = options
             try:
                 said = implementation.function(*(values[each] for each in implementation.argnames))
-            except BaseException as error:  # a thread that ends on SystemExit would answer nobody any more
+            except BaseException as error:  # even SystemExit, which would end the thread
                 return wire.Answer(ask.number, name, error=f"{hook} failed: {error!r:.300}")
             if said is None:
                 continue
@@ -110,7 +110,7 @@ class Worker:
 
 
 def _sound(answer: wire.Answer) -> wire.Answer:
-    """An answer that the service can read: a plugin may put anything into a verdict."""
+    """Make an answer that the service can read, whatever a plugin has put into a verdict."""
     try:
         wire.FROM_WORKER.decode(frames.encode(answer)[4:])
     except (msgspec.MsgspecError, UnicodeError, TypeError, ValueError, OverflowError) as error:

@@ -1,7 +1,7 @@
-"""Consumers: exports whose destination is the clients that fetch messages and acknowledge each.
+"""Consumers: exports whose destination is the clients that fetch and acknowledge messages.
 
-A consumer is an entry of the kind `consumer` in a stream's exports. Its position is kept here, in the process
-that writes the streams, since that answers the clients; no worker process is involved.
+A consumer is an entry of the kind `consumer` in a stream's exports. Its position is kept in the process that
+writes the streams, because that process answers the clients; the export worker is not involved.
 
 One message's life
 ------------------
@@ -11,25 +11,28 @@ One message's life
                               +--+ deadline passed, nack, fetched again
 
 A position is a set of numbers, the settled ones, as ranges: messages are acknowledged in any order. Below the
-`frontier` each number is settled or leased, so there are at most as many holes as leases.
+`frontier` each number is settled or leased, so there are at most as many gaps as leases.
 
 What it promises
 ----------------
 1. A message is delivered until it is settled: at least once. A lease, an acknowledgement, a nack and an
    extension are on the disk (fdatasync) before their reply is sent, as the boundaries and the positions of
    exports are. Requests at the same time share a sync.
-2. A leased message is not delivered again before its deadline, also after a crash or a power cut. The age
-   timeline (`bridge.clock`) counts deadlines. After a reboot or if that is lost, a message may come later: at
-   most its whole lease again.
-3. The number of deliveries never forgets one that a client has received. It may count one whose reply was
-   lost.
-4. At most `max_unacknowledged` messages are leased, so the position has at most that many holes. Then new
-   messages wait until some are settled; expired ones are still delivered.
+2. A leased message is not delivered again before its deadline, even after a crash or a power cut. Deadlines
+  are on
+   the age timeline (`bridge.clock`). After a reboot, or if the timeline is lost, a message may come later, by
+   at most the length of its lease.
+3. The number of deliveries includes each one that a client has received. It may include one whose reply was
+  lost.
+4. At most `max_unacknowledged` messages are leased, so the position has at most that many gaps. At this
+  limit, new
+   messages wait until some are settled, while messages with expired leases are still delivered.
 5. A message beyond `max_deliveries`, or terminated, is in the dead-letter stream before it is settled. If
    that stream does not accept it, it stays leased, and this is tried again.
-6. With retention "exported", nothing is freed that is not settled on the disk.
-7. Only the client that holds a lease can shorten or extend it. An acknowledgement counts from whomever, also
-   after the deadline: the work is done.
+6. With retention "exported", only messages that are settled on the disk are freed.
+7. Only the client that holds a lease can shorten or extend it. An acknowledgement from any client counts,
+  even after
+   the deadline, because the work is done.
 
 Modules, each importing only those above it:
 

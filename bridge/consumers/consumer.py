@@ -1,11 +1,11 @@
 """One consumer: fetches, acknowledgements and dead letters, each answered once it is on the disk.
 
-Everything runs on the event loop; only the journal is written in a thread, one write at a time. What changes
-meanwhile is in the next one.
+Everything runs on the event loop, except that a thread writes the journal, one write at a time. Changes
+during a write are in the next one.
 
-A journal that cannot be written fails the request with StorageFailed. A delivery is then taken back. An
-acknowledgement stays in memory, and the whole position is written with the next request, which the client
-should repeat.
+If the journal cannot be written, the request fails with StorageFailed. A delivery is then undone. An
+acknowledgement stays in memory, and the complete position is written with the next request; the client should
+repeat its request.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from bridge.topics import matches
 
 SCAN = 1000  # messages that are read before other clients are served
 FEW = 16
-DUE = 200  # messages that are read one by one: those delivered again are far from each other
+DUE = 200  # redelivered messages, which are read one by one because they are not adjacent
 SCAN_BYTES = 4 * 1024 * 1024
-MOST_REASON = 500  # characters of a reason that are kept
-PER_MESSAGE = 192  # bytes of a message in a reply besides its payload, names and headers
+MOST_REASON = 500  # characters kept of a reason
+PER_MESSAGE = 192  # bytes per message in a reply, besides payload, names and headers
 
 log = logging.getLogger(__name__)
 
 
 class Host(NamedTuple):
-    """What a consumer needs from the process.
+    """The process, as a consumer uses it.
 
-    `rows` reads messages from a number up to, not including, another one: at most so many, and so many
-    bytes; at least one if there is one. Raises CorruptData. `append` appends to a stream, durably as that is
-    configured; raises StreamBridgeError.
+    `rows` reads messages from a number up to but not including another one, at most a given number of
+    messages and bytes, but at least one if there is one. Raises CorruptData. `append` appends to a stream, as
+    durably as the stream is configured. Raises StreamBridgeError.
     """
 
     data_dir: Path
@@ -65,14 +65,14 @@ class Host(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """A message, and how often it was delivered, with this time."""
+    """A message, and the number of its deliveries, including this one."""
 
     message: StreamMessage
     deliveries: int
 
 
 class Verdicts(NamedTuple):
-    """What a client reports, by sequence number. `delay` is in ms, for `nack`."""
+    """The results that a client reports, by sequence number. `delay` is in ms, for `nack`."""
 
     ack: Sequence[int] = ()
     nack: Sequence[int] = ()
@@ -88,10 +88,10 @@ class Consumer:
     def __init__(
         self, host: Host, stream: Stream, config: ConsumerConfig, before: Awaitable[object] | None = None
     ) -> None:
-        """Read the position from its file. `before`: what must have ended before the file is written."""
+        """Read the position from its file. `before`: await this before writing the file."""
         self._host, self.stream, self.config, self._before = host, stream, config, before
         self.closed = False
-        self.paused = False  # by hand
+        self.paused = False  # by an operator
         self.error: str | None = None
         self.path = path_of(host.data_dir, stream.name, config.identifier)
         self._label = f"consumer {config.identifier} of {stream.name}"
@@ -106,15 +106,15 @@ class Consumer:
         stream, identity = self.stream, _identity(self.stream, self.config)
         loaded = None
         try:
-            if self._before is None:  # else the file is that of another consumer, and will be removed
+            if self._before is None:  # otherwise the file belongs to a deleted consumer, and will be removed
                 loaded = load(self.path)
         except (CorruptData, OSError) as error:
             self.error = f"{error}; delivering again from the start"
             log.error("%s: %s", self._label, self.error)
         if loaded is not None and loaded.identity == identity:
             self.position = Position(0)
-            # The clock's own file may be older, after a power cut. What is read later may set it right: too
-            # late for a lease that was given less time by then.
+            # After a power cut, the clock's own file may be older. Later reads may correct the clock, but too
+            # late for leases that were shortened by then.
             stream.clock.observe(max(change.at for change in loaded.changes))
             now = stream.clock.now()
             for change in loaded.changes:
@@ -122,16 +122,16 @@ class Consumer:
             self.position.queue_all()
         else:
             self.position = Position(self._start())
-            if loaded is not None and loaded.identity.epoch == stream.epoch:  # only the start has moved
+            if loaded is not None and loaded.identity.epoch == stream.epoch:  # only the start has changed
                 self.position.counts = loaded.changes[-1].counts
         self._journal = Journal(self._host.files, self.path, identity, loaded)
         self._saved = 0 if loaded is not None else -1  # the version that is on the disk
-        self._whole = True  # the next write is of the whole position
+        self._whole = True  # the next write must have the complete position
         self._flight: asyncio.Future[None] | None = None
         self._in_flight_from: int | None = None
 
     def _start(self) -> int:
-        """The number at which a new consumer begins."""
+        """Return the number at which a new consumer begins."""
         stream, since = self.stream, self.config.start_millis
         first = max(self.config.start_sequence_number, stream.oldest)
         if since is None:
@@ -140,7 +140,7 @@ class Consumer:
             return first_since(reader, first, stream.next_sequence, since)
 
     def configure(self, stream: Stream, config: ConsumerConfig) -> None:
-        """The definition has changed. A new start moves the position; leases end when they were to end."""
+        """Apply a changed definition. A new start moves the position; leases keep their deadlines."""
         self.stream, self.config = stream, config
         identity = _identity(stream, config)
         if self._journal.identity != identity:
@@ -153,21 +153,21 @@ class Consumer:
 
     # -- what is shown -----------------------------------------------------------------------------------
     def status(self) -> ExportStatus:
-        """The status in descriptions of the stream."""
+        """Return the status for descriptions of the stream."""
         return _status(self.config.identifier, self.position, self.error)
 
     @property
     def saved_upto(self) -> int:
-        """The lowest number that is not settled on the disk."""
+        """Return the lowest number that is not settled on the disk."""
         unsaved = (self.position.unsaved_from, self._in_flight_from)
         return min([self.position.upto, *(number for number in unsaved if number is not None)])
 
     # -- fetching ----------------------------------------------------------------------------------------
     async def fetch(self, most: int, room: int, wait: float, holder: str) -> list[Delivery]:
-        """Deliver at most so many messages, in `room` bytes; waits up to `wait` seconds for the first.
+        """Deliver up to `most` messages, in `room` bytes. Waits up to `wait` seconds for the first.
 
-        Returns none if there is none in that time. Raises InvalidRequest, StreamNotFound, CorruptData,
-        StorageFailed, or ResponseTooLarge for one message that is larger than `room`: that counts as
+        Returns none if none arrives in that time. Raises InvalidRequest, StreamNotFound, CorruptData,
+        StorageFailed, or ResponseTooLarge for a single message larger than `room`, which counts as
         delivered.
         """
         loop = asyncio.get_running_loop()
@@ -209,13 +209,13 @@ class Consumer:
     def _take(
         self, most: int, room: int, holder: str, leases: list[Lease]
     ) -> tuple[list[Delivery], int | None, bool]:
-        """Lease what is there. Returns it, a message that alone is too large, and whether to look again."""
+        """Lease available messages. Returns them, a message that is too large, and whether to look again."""
         now = self.stream.clock.now()
         found: list[Delivery] = []
         too_large: int | None = None
 
         def add(row: StreamMessage) -> bool:
-            """Lease a message; False if there is no room for it."""
+            """Lease a message; False if it does not fit."""
             nonlocal room, too_large
             size = len(row.payload) + len(row.topic) + 2 * len(row.headers)
             size += len(self.stream.name) + PER_MESSAGE
@@ -240,7 +240,7 @@ class Consumer:
         return found, too_large, more
 
     def _take_due(self, now: int, most: int, room: int, add: Callable[[StreamMessage], bool]) -> bool:
-        """Deliver again what is due; returns whether the reply is full."""
+        """Deliver again messages whose lease has ended. Returns whether the reply is full."""
         position = self.position
         numbers = position.due(now, min(most, DUE))
         try:
@@ -264,13 +264,13 @@ class Consumer:
         return len(numbers) == DUE
 
     def _take_new(self, most: int, add: Callable[[StreamMessage], bool]) -> bool:
-        """Deliver new messages; returns whether there may be more that were not looked at."""
+        """Deliver new messages. Returns whether there may be more that were not read."""
         position, stream, topics = self.position, self.stream, self.config.topics
         self._gone(position.frontier, stream.oldest - 1)
         start, end = position.frontier, stream.next_sequence
         if start >= end:
             return False
-        # Where few messages match, more are read at a time.
+        # If few messages match, more are read at a time.
         wanted = min(max(most, self._scan), SCAN)
         rows = self._host.rows(stream, start, end, wanted, SCAN_BYTES)
         taken = 0
@@ -294,7 +294,7 @@ class Consumer:
             self.position.skip(first, last)
 
     def _take_back(self, leases: Iterable[Lease]) -> None:
-        """The client did not get these messages."""
+        """Undo the delivery of messages that the client did not get."""
         now = self.stream.clock.now()
         for lease in leases:
             if self.position.leases.get(lease.number) is lease:
@@ -306,19 +306,19 @@ class Consumer:
         return most is not None and lease.deliveries >= most
 
     def _is_ending(self, lease: Lease) -> bool:
-        """Whether a message is not delivered again: it is being rejected, or `refresh` will reject it."""
+        """Return whether a message is not delivered again, because it is or will be rejected."""
         return lease.number in self._rejecting or self._is_exhausted(lease)
 
     # -- waiting -----------------------------------------------------------------------------------------
     def wake(self) -> None:
-        """Let the waiting fetches look again, in the order in which they came."""
+        """Wake the waiting fetches, in their order of arrival."""
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             if not one.done():
                 one.set_result(None)
 
     async def _until(self, deadline: float) -> None:
-        """Wait until something may be there, or a time of the event loop."""
+        """Wait until messages may be available, or until a time of the event loop."""
         loop = asyncio.get_running_loop()
         if (due := self.position.next_due()) is not None:
             deadline = min(deadline, loop.time() + max(0, due - self.stream.clock.now()) / 1000 + 0.001)
@@ -334,9 +334,9 @@ class Consumer:
 
     # -- acknowledging -----------------------------------------------------------------------------------
     async def acknowledge(self, verdicts: Verdicts, holder: str, *, trusted: bool) -> list[int]:
-        """Settle, release or extend leases; returns the numbers to which that did not apply.
+        """Settle, release or extend leases. Returns the numbers to which that did not apply.
 
-        Those are settled already, or leased to another client (for `nack`, `in_progress` and `terminate`,
+        Those are already settled, or leased to another client (for `nack`, `in_progress` and `terminate`,
         unless the caller is `trusted`). Raises InvalidRequest for a number that was never delivered, before
         anything is changed, and StorageFailed, after which the client should repeat the request.
         """
@@ -380,7 +380,7 @@ class Consumer:
 
     # -- dead letters ------------------------------------------------------------------------------------
     async def _reject(self, reasons: dict[int, str]) -> None:
-        """Settle messages as rejected, each after its dead letter is stored; raises StreamBridgeError."""
+        """Settle messages as rejected, each after its dead letter is stored. Raises StreamBridgeError."""
         self._rejecting |= reasons.keys()
         try:
             for number, reason in reasons.items():
@@ -404,7 +404,7 @@ class Consumer:
         await self._host.append(name, dead_letter(self.stream.name, self.config.identifier, record, reason))
 
     def refresh(self) -> None:
-        """Skip what was dropped, and reject what was delivered too often; called every second."""
+        """Skip dropped messages, and reject those delivered too often. Called every second."""
         stream, position = self.stream, self.position
         if self.closed or stream.closed:
             return
@@ -441,10 +441,10 @@ class Consumer:
 
     # -- the journal -------------------------------------------------------------------------------------
     async def _save(self) -> None:
-        """Wait until all changes so far are on the disk; raises StorageFailed.
+        """Wait until all changes so far are on the disk. Raises StorageFailed.
 
-        A write begins after what the loop has to do now, so that requests that came together share it. A
-        position that was replaced, because the start has moved, is not waited for.
+        A write begins after the current work of the loop, so requests that arrive together share it. A
+        position that was replaced because the start has changed is not waited for.
         """
         position, wanted = self.position, self.position.version
         while self.position is position and self._saved < wanted:
@@ -478,11 +478,11 @@ class Consumer:
             self._flight = None
             self._in_flight_from = None
             if error is None:
-                if self.position is position:  # else the start has moved meanwhile
+                if self.position is position:  # unless the start has changed during the write
                     self._whole, self._saved = False, version
                 flight.set_result(None)
                 return
-            self._whole = True  # what a failed write has left is not trusted
+            self._whole = True  # the remains of a failed write are not trusted
             if low is not None:
                 later = position.unsaved_from
                 position.unsaved_from = low if later is None else min(low, later)
@@ -497,11 +497,11 @@ class Consumer:
         self._host.runtime.work(work, done)
 
     def close(self) -> asyncio.Future[None] | None:
-        """Stop; waiting fetches fail. Returns what must end before the file may be removed."""
+        """Stop, and fail waiting fetches. Returns the write that must end before the file may be removed."""
         self.closed = True
         self.wake()
         if self._task is not None:
-            self._task.cancel()  # what it has not settled is rejected after the next start
+            self._task.cancel()  # unsettled messages are rejected after the next start
         if self._flight is None:
             self._journal.close()
             return None
@@ -510,7 +510,7 @@ class Consumer:
 
 
 def stored_status(data_dir: Path, stream: str, epoch: int, identifier: str) -> ExportStatus:
-    """The status of a consumer from its file, or that of a new one if there is none."""
+    """Return the status of a consumer from its file, or that of a new one without a file."""
     loaded, position = None, Position(0)
     with suppress(CorruptData, OSError):
         loaded = load(path_of(data_dir, stream, identifier))
@@ -540,7 +540,7 @@ def _identity(stream: Stream, config: ConsumerConfig) -> Identity:
 
 
 def _seen(flight: asyncio.Future[None]) -> None:
-    """An error is raised to those who wait; it is no fault if nobody does."""
+    """Mark an error as retrieved: waiters get it, and it does not matter if there are none."""
     if not flight.cancelled():
         flight.exception()
 

@@ -22,17 +22,17 @@ log = logging.getLogger(__name__)
 
 
 class Consumers:
-    """Follows the definitions of the streams. Use from the event loop's thread."""
+    """Follows the definitions of the streams. Must be used in the event loop's thread."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
         self._streams: dict[str, dict[str, Consumer]] = {}
-        self._closing: dict[Path, asyncio.Future[None]] = {}  # files that are written for the last time
+        self._closing: dict[Path, asyncio.Future[None]] = {}  # files with a last write in progress
 
     def define(self, stream: Stream, raw: Iterable[Mapping[str, Any]], paused: Collection[str] = ()) -> None:
-        """A stream was opened, created or updated: these are its consumers, as in the definition.
+        """Set the consumers of a stream that was opened, created or updated.
 
-        `paused` are the identifiers of exports that are paused by hand.
+        `paused` has the identifiers of exports that an operator has paused.
         """
         known = self._streams.get(stream.name, {})
         wanted = {config.identifier: config for config in _understood(stream.name, raw)}
@@ -52,7 +52,7 @@ class Consumers:
         self._forget_others(stream.name, [consumer.path for consumer in known.values()])
 
     def forget(self, name: str) -> None:
-        """A stream was deleted."""
+        """Remove the consumers of a deleted stream."""
         for consumer in self._streams.pop(name, {}).values():
             self._end(consumer)
         directory = directory_of(self._host.data_dir, name)
@@ -60,7 +60,7 @@ class Consumers:
             shutil.rmtree(directory, ignore_errors=True)
 
     def get(self, name: str, identifier: str) -> Consumer:
-        """A consumer of a stream; raises ConsumerNotFound."""
+        """Return a consumer of a stream. Raises ConsumerNotFound."""
         known = self._streams.get(name, {})
         if identifier not in known:
             hint = f"its consumers are: {', '.join(known)}" if known else "it has no consumer"
@@ -81,12 +81,12 @@ class Consumers:
         return min(upto, default=None)
 
     def wake(self, name: str) -> None:
-        """A stream has grown."""
+        """Wake the consumers of a stream that has new messages."""
         for consumer in self.of(name):
             consumer.wake()
 
     def refresh(self, name: str) -> None:
-        """What depends on time, and on what limits have dropped; called every second."""
+        """Apply everything that depends on time and on dropped messages. Called every second."""
         for consumer in self.of(name):
             consumer.refresh()
 
@@ -98,7 +98,7 @@ class Consumers:
         self._streams.clear()
 
     def _end(self, consumer: Consumer) -> None:
-        """Remove a consumer and its file, once that is not written any more."""
+        """Remove a consumer, and its file once no write is in progress."""
         flight = consumer.close()
         if flight is None:
             self._remove(consumer.path)
@@ -113,7 +113,7 @@ class Consumers:
         flight.add_done_callback(ended)
 
     def _remove(self, path: Path) -> None:
-        """Remove a file durably: a consumer of the same name is another one, and begins at its start."""
+        """Remove a file durably, because a new consumer of the same name must begin at its start."""
         with contextlib.suppress(OSError):  # the next start tries again
             self._host.files.unlink(path)
             self._host.files.sync_directory(path.parent)
@@ -127,7 +127,7 @@ class Consumers:
 
 
 def _understood(name: str, raw: Iterable[Mapping[str, Any]]) -> Iterator[ConsumerConfig]:
-    """The configurations; one that another version has stored, and that is not valid here, is reported."""
+    """Return the configurations. One that another version stored and that is invalid here is reported."""
     for one in raw:
         try:
             yield convert_config(ClientExporter, one)

@@ -37,7 +37,7 @@ from bridge.streams.layout import Files, directory_name
 
 ENDING = ".consumer"
 BLOCK = 4096
-PER_HOLE = 48  # bytes of a lease and of a range at most
+PER_HOLE = 48  # the most bytes of a lease and a range
 _MAGIC = b"SBCONS\0\1"
 _HEAD = struct.Struct(">8sQ")
 _CRC = struct.Struct(">I")
@@ -46,7 +46,7 @@ _START = _HEAD.size + _CRC.size
 
 
 class Identity(Struct, array_like=True, frozen=True):
-    """What a position belongs to. If one of it differs, the position begins anew."""
+    """Identifies the owner of a position. If any field differs, the position is discarded."""
 
     epoch: int
     start: int = 0
@@ -54,7 +54,7 @@ class Identity(Struct, array_like=True, frozen=True):
 
 
 class Loaded(Struct):
-    """What a file holds."""
+    """The content of a file."""
 
     identity: Identity
     changes: list[Change]
@@ -74,7 +74,7 @@ def path_of(data_dir: Path, stream: str, identifier: str) -> Path:
 
 
 def half_for(leases: int) -> int:
-    """The size of a half for so many leases: the whole position takes at most a third of it."""
+    """Return the size of a half for a number of leases: three times the largest complete position."""
     return (-(-3 * (leases + 1) * PER_HOLE // BLOCK) + 1) * BLOCK
 
 
@@ -116,25 +116,25 @@ def _half(data: bytes, half: int, number: int) -> Loaded | None:
 
 
 class Journal:
-    """The file, open for writing. Its methods block; one thread at a time may use it."""
+    """The file, open for writing. Its methods block. Only one thread at a time may use it."""
 
     def __init__(self, files: Files, path: Path, identity: Identity, loaded: Loaded | None) -> None:
-        """`loaded` is what the file holds; without it the first `write_whole` makes a new one."""
+        """`loaded` is the content of the file; without it, the first `write_whole` creates the file."""
         self._files, self._path, self.identity = files, path, identity
         self._generation = loaded.generation if loaded is not None else 0
         self._half = loaded.half if loaded is not None else 0
         self._number = loaded.number if loaded is not None else 0
-        self._end = self._half  # of what is written: nothing is appended behind what another process wrote
+        self._end = self._half  # of the written part; nothing is appended to what another process wrote
         self._fd: int | None = None
         self._seed = 0
 
     def fits(self, change: Change) -> bool:
-        """Whether a change can be appended; a rough estimate is enough."""
+        """Return whether a change fits, by a rough estimate."""
         size = _RECORD.size + 128 + PER_HOLE * (len(change.settled) + len(change.leases))
         return self._fd is not None and self._end + size <= self._half
 
     def append(self, change: Change) -> None:
-        """Add a change that fits, durably; raises OSError, and then `write_whole` must be next."""
+        """Append a change that fits, durably. After an OSError, `write_whole` must be called next."""
         assert self._fd is not None
         record = _record(msgspec.msgpack.encode(change), self._seed)
         self._files.write(self._fd, [record], self._number * self._half + self._end)
@@ -142,9 +142,9 @@ class Journal:
         self._end += len(record)
 
     def write_whole(self, whole: Change, leases: int) -> None:
-        """Write the whole position to the other half, durably; raises OSError.
+        """Write the complete position to the other half, durably. Raises OSError.
 
-        The file is made, or made larger, if it has no room for `leases`.
+        The file is created or enlarged if `leases` do not fit.
         """
         generation = self._generation + 1
         head = _HEAD.pack(_MAGIC, generation)
@@ -177,9 +177,9 @@ def _record(body: bytes, seed: int) -> bytes:
 
 
 def highest_delivered(data_dir: Path, name: str, epoch: int) -> int:
-    """The highest number that any consumer of a stream may have delivered; -1 if none.
+    """Return the highest number that any consumer of a stream may have delivered; -1 if none.
 
-    Numbering continues after it when a power cut lost an unflushed tail of the stream.
+    Numbering continues after it if a power cut took unsynced messages of the stream.
     """
     highest = -1
     for path in directory_of(data_dir, name).glob(f"*{ENDING}"):

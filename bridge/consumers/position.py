@@ -1,6 +1,7 @@
-"""The position of a consumer: which numbers are settled, which are leased, and what has changed.
+"""The position of a consumer: the settled numbers, the leases, and the changes to be saved.
 
-Pure: time is given, in ms on the age timeline. Below the frontier each number is settled or leased.
+It does no I/O, and times are arguments, in ms on the age timeline. Below the frontier each number is settled
+or leased.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from bridge.ranges import Pair, Ranges, runs
 class Lease(Struct, array_like=True):
     """A message that was delivered `deliveries` times, and may be delivered again from `until` on.
 
-    `size` is that of its payload. `holder` is the client that has it; None if that is unknown or nobody.
+    `size` is that of its payload. `holder` is the client that has it; None if no client has it or that is
+    unknown.
     """
 
     number: int
@@ -27,7 +29,7 @@ class Lease(Struct, array_like=True):
 
 
 class Counts(Struct, array_like=True):
-    """What has become of the messages; `size` is bytes of acknowledged payloads, `last_time` Unix ms."""
+    """Counts of settled messages. `size` is the bytes of acknowledged payloads; `last_time` is Unix ms."""
 
     messages: int = 0
     size: int = 0
@@ -37,9 +39,9 @@ class Counts(Struct, array_like=True):
 
 
 class Change(Struct, array_like=True, frozen=True):
-    """What differs from the position before: one record of the journal.
+    """The difference from the previous position: one record of the journal.
 
-    `at` is when it was made. `leases` are those that are new or different, as they are now.
+    `at` is its time. `leases` has the new and changed leases, as they are now.
     """
 
     at: int
@@ -50,16 +52,16 @@ class Change(Struct, array_like=True, frozen=True):
 
 
 class Position:
-    """One consumer's position. All changes go through its methods, which note them for the journal."""
+    """One consumer's position. All changes go through its methods, which record them for the journal."""
 
     def __init__(self, start: int) -> None:
         """Begin at number `start`."""
         self.settled = Ranges([(0, start - 1)] if start else [])
-        self.frontier = start  # no number from here on was delivered
+        self.frontier = start  # the lowest number that was never delivered
         self.leases: dict[int, Lease] = {}
         self.counts = Counts()
         self.version = 0  # counts the changes that a reply waits for
-        self._due: list[Pair] = []  # a heap of (until, number); entries that do not fit a lease are stale
+        self._due: list[Pair] = []  # a heap of (until, number); entries that match no lease are stale
         self._changed: set[int] = set()
         self._added: list[Pair] = []
         self.unsaved_from: int | None = None  # the lowest number acknowledged or rejected since `take`
@@ -82,12 +84,12 @@ class Position:
         return lease
 
     def take_back(self, lease: Lease, now: int) -> None:
-        """A delivery did not take place: the client never got the message."""
+        """Undo a delivery: the client did not get the message."""
         lease.deliveries -= 1
         self._hold(lease, now, None)
 
     def hold(self, number: int, until: int, holder: str | None) -> None:
-        """Change until when a message is leased."""
+        """Change the end of a lease."""
         self._hold(self.leases[number], until, holder)
 
     def _hold(self, lease: Lease, until: int, holder: str | None) -> None:
@@ -97,7 +99,7 @@ class Position:
         self.version += 1
 
     def settle(self, numbers: Collection[int], *, rejected: bool, now: int) -> None:
-        """Leased messages were acknowledged or rejected, at least one; `now` is Unix time in ms."""
+        """Settle at least one leased message as acknowledged or rejected; `now` is Unix time in ms."""
         counts, leases = self.counts, self.leases
         counts.messages += len(numbers)
         if rejected:
@@ -112,9 +114,9 @@ class Position:
         self.version += 1
 
     def skip(self, first: int, last: int) -> None:
-        """The messages first..last are gone, or not for this consumer: count those that are not settled.
+        """Settle messages first..last, which were dropped or are not for this consumer, and count them.
 
-        Nothing waits for it to be saved: it would be found again.
+        Nothing waits until this is saved, because it would be found again.
         """
         missing = self.settled.missing(first, last)
         if missing:
@@ -136,7 +138,7 @@ class Position:
 
     # -- what is due -------------------------------------------------------------------------------------
     def next_due(self) -> int | None:
-        """When the first lease ends; None without leases. Those that `due` has returned do not count."""
+        """Return when the first lease ends, except those that `due` has returned; None without leases."""
         while self._due:
             until, number = self._due[0]
             lease = self.leases.get(number)
@@ -146,32 +148,32 @@ class Position:
         return None
 
     def due(self, now: int, most: int) -> list[int]:
-        """At most so many numbers whose lease has ended, the first one first; `requeue` or deliver each."""
+        """Return up to `most` numbers whose lease has ended, in that order; `requeue` or deliver each."""
         found: dict[int, None] = {}
         while len(found) < most and (until := self.next_due()) is not None and until <= now:
             found[heappop(self._due)[1]] = None
         return list(found)
 
     def requeue(self, number: int) -> None:
-        """A number that `due` has returned was not delivered."""
+        """Return a number to the queue, because it was not delivered after `due`."""
         if (lease := self.leases.get(number)) is not None:
             heappush(self._due, (lease.until, number))
 
     def queue_all(self) -> None:
-        """All leases are due at their time, whatever `due` has returned."""
+        """Make all leases due at their time again, even those that `due` has returned."""
         self._due = [(lease.until, number) for number, lease in self.leases.items()]
         heapify(self._due)
 
     # -- the journal -------------------------------------------------------------------------------------
     def take(self, now: int) -> Change:
-        """All changes since the last call."""
+        """Return all changes since the last call."""
         settled = list(Ranges(self._added))
         leases = [self.leases[number] for number in self._changed if number in self.leases]
         self._forget_changes()
         return self._change(now, settled, leases)
 
     def whole(self, now: int) -> Change:
-        """All that the position is, as one change of a position that begins at 0."""
+        """Return the complete position, as one change of a position that begins at 0."""
         self._forget_changes()
         return self._change(now, list(self.settled), list(self.leases.values()))
 
@@ -184,7 +186,7 @@ class Position:
         return Change(now, self.frontier, settled, rows, counts)
 
     def apply(self, change: Change, now: int) -> None:
-        """Make a change that was saved. If the clock was lost, a lease ends at most its whole time later."""
+        """Apply a saved change. If the clock was lost, a lease lasts at most its full length from now."""
         for first, last in change.settled:
             self.settled.add(first, last)
             self._end_leases(first, last)

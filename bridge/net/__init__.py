@@ -1,1 +1,1 @@
-"""What listeners share: sockets, flow control, limits of connections and memory, a fair queue, HTTP."""
+"""Shared by all listeners: sockets, flow control, limits of connections and memory, a fair queue, HTTP."""

@@ -1,4 +1,4 @@
-"""Addresses: of listeners, and of the networks that clients come from."""
+"""Addresses of listeners, and networks of clients."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def check_listen(listen: str, example: str) -> None:
         raise ValueError(f"`listen`: {error}; write it like {example}") from None
 
 
-@lru_cache(maxsize=1024)  # a connection asks several times until its client has logged in
+@lru_cache(maxsize=1024)  # called several times per connection before its client has logged in
 def network_of(address: str) -> str:
-    """The network that counts as one client: an IPv4 address, an IPv6 /64, other text unchanged."""
+    """Return the network that counts as one client: an IPv4 address, an IPv6 /64, other text unchanged."""
     if ":" not in address:
         return address
     try:
@@ -54,7 +54,7 @@ def is_within(address: str, networks: Iterable[Network]) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine; an IPv6 address has no brackets."""
+    """Return whether a host is this machine; an IPv6 address has no brackets."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

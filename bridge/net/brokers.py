@@ -1,7 +1,7 @@
-"""Other MQTT brokers: how one is reached, and what to look at if that fails.
+"""Connections to other MQTT brokers, and what to check if they fail.
 
-The exporter `mqtt` and the upstreams share this. Their settings name the same things differently (`ca_file`,
-`mqtt.external.ca`), so whoever makes a sentence about a setting gets a function that says its name.
+The exporter `mqtt` and the upstreams share this module. Their settings have different names for the same
+things (`ca_file`, `mqtt.external.ca`), so functions that write messages get a function that returns the name.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 AWS_HOST = re.compile(r"\.iot\.[a-z0-9-]+\.amazonaws\.com(\.cn)?$")
 BRIDGED_BY = "bridged-by"  # the MQTT 5 user property with the id of a gateway that a message has passed
 
-# The name of one of `_SETTINGS` for the reader of a message.
+# Returns the name of one of `_SETTINGS` for a message.
 Named = Callable[[str], str]
 
-_HINTS = {  # reason codes of CONNACK (5 section 3.2.2.2): the settings to look at
+_HINTS = {  # the settings to check after a reason code of CONNACK (MQTT 5 section 3.2.2.2)
     0x81: 'set {protocol} = "3.1.1"',
     0x82: 'set {protocol} = "3.1.1"',
     0x84: 'set {protocol} = "3.1.1"',
@@ -31,18 +31,18 @@ _SETTINGS = ("url", "ca", "cert", "key", "alpn", "username", "password_file", "c
 
 
 def host_and_port(url: str) -> tuple[str, int]:
-    """Where `mqtt://host` or `mqtts://host:8883` leads; raises ValueError for a port that is none."""
+    """Return host and port of `mqtt://host` or `mqtts://host:8883`. Raises ValueError for an invalid port."""
     parts = urlsplit(url)
     return parts.hostname or "", parts.port or (8883 if parts.scheme == "mqtts" else 1883)
 
 
 def is_secure(url: str) -> bool:
-    """Whether the broker speaks TLS."""
+    """Return whether the broker uses TLS."""
     return urlsplit(url).scheme == "mqtts"
 
 
 def url_mistake(url: str) -> str:
-    """What is wrong with a broker's URL, without the URL, which may contain a password; empty if nothing."""
+    """Return the mistake in a broker's URL, without the URL, as that may have a password; empty if none."""
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("mqtt", "mqtts") and parts.hostname and parts.port != 0
@@ -53,14 +53,14 @@ def url_mistake(url: str) -> str:
 
 
 def read_password(path: Path | str | None, named: Named) -> str | None:
-    """The password in a file, without space around it; raises ValueError."""
+    """Read the password in a file, without surrounding white space. Raises ValueError."""
     if path is None:
         return None
     try:
         return Path(path).read_text(encoding="utf-8").strip()
     except OSError as error:
         raise ValueError(f"{named('password_file')} {path}: {error.strerror}") from error
-    except UnicodeDecodeError:  # it quotes what it could not decode
+    except UnicodeDecodeError:  # its text quotes the bytes, which are secret
         raise ValueError(f"{named('password_file')} {path}: it is not UTF-8") from None
 
 
@@ -74,9 +74,10 @@ def tls_context(
     alpn: str | None,
     aws: bool | None = None,
 ) -> ssl.SSLContext | None:
-    """The context for a connection to a broker, None without TLS; raises ValueError.
+    """Return the context for a connection to a broker, None without TLS. Raises ValueError.
 
-    `aws`: whether it is AWS IoT Core, which takes MQTT on port 443 by ALPN only; None: by its name.
+    `aws`: whether it is AWS IoT Core, which accepts MQTT on port 443 only with ALPN; None: decide by its
+    name.
     """
     if not is_secure(url):
         return None
@@ -109,18 +110,18 @@ def load_certificates(
             context.load_verify_locations(ca)
         if cert is not None:
             doing = f"{named('cert')} {cert} with {named('key')} {key or 'in it'}"
-            context.load_cert_chain(cert, key, password="")  # never asks for one
+            context.load_cert_chain(cert, key, password="")  # so that OpenSSL never prompts for one
     except OSError as error:
         raise ValueError(f"{doing}: {error.strerror or error}") from error
 
 
 def hint_for(code: int, named: Named) -> str:
-    """What to look at if the broker answers CONNECT with this reason code; empty if nothing is known."""
+    """Return what to check if the broker answers CONNECT with this reason code; empty if unknown."""
     return _HINTS[code].format(**{key: named(key) for key in _SETTINGS}) if code in _HINTS else ""
 
 
 def cause_of(error: BaseException | None, named: Named) -> str:
-    """Why a connection could not be made, and what to look at."""
+    """Return why a connection failed, and what to check."""
     match error:
         case ssl.SSLCertVerificationError():
             return (

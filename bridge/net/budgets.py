@@ -1,15 +1,15 @@
 """Budgets: what all connections of a user, of an address, or of a network may use together.
 
-A budget has a `Meter` for each of those that are connected; their connections share it. A read from a socket
-pays for its messages and bytes at once. Each payment moves the time until which the meter is paid for; beyond
-`BURST` seconds ahead of now, the connection is to be read no further until then. TCP makes the client wait,
-and nothing is lost.
+A budget has a `Meter` for each connected user, address or network, which its connections share. A read from a
+socket pays for its messages and bytes at once. Each payment moves the time up to which the meter is paid. If
+that is more than `BURST` seconds ahead of now, reading from the connection pauses until then. TCP makes the
+client wait, and nothing is lost.
 
     within --ahead by more than BURST--> over --less than half of that at a payment--> within
                                           |
-                                          +-- for `disconnect_after`: the connection that used most must go
+                                          +-- for `disconnect_after`: the connection that used most is closed
 
-Connections and subscriptions are counts; what is above them is refused.
+Connections and subscriptions are counted; any above the limit are refused.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from msgspec import Meta, Struct
 from bridge.net.addresses import network_of
 from bridge.settingtypes import Bytes, Count, Millis
 
-BURST = 1.0  # seconds that a client may be ahead
-REMEMBERED = 1_000  # that were reported to be over a budget; then all are forgotten
+BURST = 1.0  # seconds by which a client may be ahead
+REMEMBERED = 1_000  # how many reported meters are remembered; beyond that, all are forgotten
 T = TypeVar("T")
 
 
@@ -55,7 +55,7 @@ class Budget(Struct, frozen=True, kw_only=True):
             )
 
     def key_of(self, user: str | None, address: str) -> str | None:
-        """Who shares a meter; None for who has none."""
+        """Return the key of the clients that share a meter; None for a client without one."""
         if self.per == "user":
             return user
         if self.per == "address":
@@ -71,7 +71,7 @@ class Budget(Struct, frozen=True, kw_only=True):
 
 
 class Meter(Generic[T]):
-    """What those who share a budget use. `over` is since when they are slowed; None: they are not."""
+    """What the clients that share a budget use. `over` is since when they are slowed; None: they are not."""
 
     __slots__ = (
         "_bytes", "_messages", "_per_byte", "_per_message", "_spent", "budget", "bytes_went_over",
@@ -82,8 +82,8 @@ class Meter(Generic[T]):
         self.budget, self.key = budget, key
         self.connections = self.subscriptions = 0
         self.over: float | None = None
-        self.bytes_went_over = False  # else the messages
-        self._messages = self._bytes = 0.0  # until when they are paid for
+        self.bytes_went_over = False  # whether bytes, not messages, exceeded the budget
+        self._messages = self._bytes = 0.0  # the times up to which they are paid
         self._per_message = 1 / budget.messages_per_second if budget.messages_per_second else 0.0
         self._per_byte = 1 / budget.bytes_per_second if budget.bytes_per_second else 0.0
         self._spent: dict[T, float] = {}  # by each connection, in seconds, since it went over
@@ -95,11 +95,11 @@ class Meter(Generic[T]):
 
     @property
     def paid(self) -> float:
-        """Until when everything is paid for."""
+        """Return the time up to which everything is paid."""
         return max(self._messages, self._bytes)
 
     def pay(self, who: T, messages: int, size: int, now: float) -> float:
-        """Pay for a read; returns for how many seconds not to read on, at most 0 if reading may go on."""
+        """Pay for a read. Returns the seconds for which to pause; 0 or less if reading may continue."""
         if self.over is not None and self.paid - now < BURST / 2:
             self.over = None
             self._spent.clear()
@@ -115,13 +115,13 @@ class Meter(Generic[T]):
         return wait
 
     def must_go(self, now: float) -> T | None:
-        """The connection that is to be ended, since they are over their budget for too long."""
+        """Return the connection to close if the budget has been exceeded for too long."""
         after = self.budget.disconnect_after / 1000
         if self.over is None or not after or now - self.over < after or not self._spent:
             return None
         most = max(self._spent, key=self._spent.__getitem__)
         self._spent.clear()
-        self.over = now  # the others get as long, without it
+        self.over = now  # the others get the same time without it
         return most
 
     def forget(self, who: T) -> None:
@@ -130,7 +130,7 @@ class Meter(Generic[T]):
 
 
 class Budgets(Generic[T]):
-    """All budgets, and the meters of those who are connected."""
+    """All budgets, and the meters of connected clients."""
 
     def __init__(
         self, budgets: Sequence[Budget], later: Callable[..., object], now: Callable[[], float]
@@ -140,18 +140,18 @@ class Budgets(Generic[T]):
         self.load(budgets)
 
     def load(self, budgets: Sequence[Budget]) -> None:
-        """Apply other budgets; everybody must enter anew."""
+        """Apply new budgets. All connections must enter again."""
         self._of_users = [one for one in budgets if one.per == "user"]
         self._of_addresses = [one for one in budgets if one.per != "user"]
         self._meters: dict[tuple[str, str], Meter[T]] = {}
         self._reported: set[tuple[str, str]] = set()
 
     def of_address(self, address: str) -> tuple[Meter[T], ...]:
-        """The meters of a connection from an address, whoever it is."""
+        """Return the meters of a connection from an address, for any user."""
         return self._found(self._of_addresses, None, address)
 
     def of_user(self, user: str | None) -> tuple[Meter[T], ...]:
-        """The meters of a client of a user."""
+        """Return the meters of a user's client."""
         return self._found(self._of_users, user, "")
 
     def _found(self, budgets: Sequence[Budget], user: str | None, address: str) -> tuple[Meter[T], ...]:
@@ -165,7 +165,7 @@ class Budgets(Generic[T]):
         return tuple(found)
 
     def enter(self, meters: Sequence[Meter[T]], spare: int = 0) -> str:
-        """Count a connection; returns why it is one too many, or "". `spare` others end with its login."""
+        """Count a connection. Returns why it exceeds a limit, or "". `spare` others end with its login."""
         refused = ""
         for meter in meters:
             meter.connections += 1
@@ -188,7 +188,7 @@ class Budgets(Generic[T]):
             del self._meters[place]
 
     def is_news(self, meter: Meter[T]) -> bool:
-        """Whether that somebody is over a budget is to be reported: once for each."""
+        """Return whether to report that a meter is over its budget: once for each meter."""
         place = meter.budget.name, meter.key
         if place in self._reported:
             return False
@@ -198,7 +198,7 @@ class Budgets(Generic[T]):
         return True
 
     def over(self) -> dict[str, int]:
-        """How many are over each budget."""
+        """Return how many meters are over each budget."""
         found = {one.name: 0 for one in (*self._of_users, *self._of_addresses)}
         for meter in self._meters.values():
             found[meter.budget.name] += meter.over is not None and meter.paid > self._now()

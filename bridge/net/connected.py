@@ -1,4 +1,4 @@
-"""`Connected`: a client that is connected, as front ends show it to others."""
+"""`Connected`: a connected client, as front ends report it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 class Connected(NamedTuple):
     """A connected client.
 
-    `since` is a Unix time in ms. `published` counts the messages that it has sent since then, `subscriptions`
-    its topic filters, `queued` the messages that wait for it. A `slowed` one is over a budget.
+    `since` is Unix time in ms. `published` counts the messages that it has sent since then, `subscriptions`
+    its topic filters, `queued` the messages that wait for it. A `slowed` client is over a budget.
     """
 
     id: str

@@ -1,9 +1,9 @@
-"""Certificate revocation lists: which certificates a CA has withdrawn (RFC 5280, section 5).
+"""Certificate revocation lists: the certificates that a CA has revoked (RFC 5280, section 5).
 
-TLS checks them when a client shows its certificate: issuer, signature and times of the list, by OpenSSL. This
-module reads them for what OpenSSL does not do: to end connections that were there before, and to say when a
-list expires, or a certificate of a client that is connected. It reads DER (X.690) by itself, since that takes
-less than a library.
+When a client presents its certificate, OpenSSL checks issuer, signature and times of the list. This module
+does what OpenSSL does not: it finds existing connections whose certificate was revoked, and tells when a list
+or the certificate of a connected client expires. It parses DER (X.690) itself, which costs less than a
+library.
 
     CertificateList = SEQUENCE { tbsCertList, signatureAlgorithm, signatureValue }
     tbsCertList     = SEQUENCE { [version INTEGER], signature SEQUENCE, issuer Name, thisUpdate Time,
@@ -29,7 +29,7 @@ Certified = tuple[bytes, bytes]  # the name of an issuer in DER, and a serial nu
 
 
 class Crl(NamedTuple):
-    """One list. `expires` is None if the CA does not say when the next one comes."""
+    """One list. `expires` is None if the CA does not say when the next list is due."""
 
     issuer: bytes
     issued: datetime
@@ -44,21 +44,21 @@ class Crls(NamedTuple):
 
     @property
     def expires(self) -> datetime | None:
-        """When the first one expires; None if none does."""
+        """Return when the first list expires; None if none does."""
         return min((one.expires for one in self.lists if one.expires is not None), default=None)
 
     def without_list(self, authorities: Iterable[bytes]) -> list[bytes]:
-        """The certificates of CAs, in DER, that have no list here."""
+        """Return the CA certificates, in DER, that have no list here."""
         return [one for one in authorities if all(subject(one) != known.issuer for known in self.lists)]
 
     def revoke(self, certificate: bytes) -> bool:
-        """Whether a certificate, in DER, is in one of the lists."""
+        """Return whether a certificate, in DER, is in one of the lists."""
         issuer, serial = certified(certificate)
         return any(one.issuer == issuer and serial in one.serials for one in self.lists)
 
 
 def read_crls(option: str, path: Path) -> Crls:
-    """Read the lists in a PEM file; raises ConfigError, which names the option."""
+    """Read the lists in a PEM file. Raises ConfigError, which names the option."""
     try:
         text = path.read_text("ascii", errors="replace")
     except OSError as error:
@@ -87,13 +87,13 @@ def certified(certificate: bytes) -> Certified:
 
 
 def subject(certificate: bytes) -> bytes:
-    """The name whose certificate this is, in DER; raises ValueError or IndexError."""
+    """Return the subject of a certificate, in DER. Raises ValueError or IndexError."""
     _, begin, end = _field_of(certificate, 4)
     return certificate[begin:end]
 
 
 def not_after(certificate: bytes) -> float:
-    """When a certificate in DER expires, in seconds of Unix time; raises ValueError or IndexError."""
+    """Return when a certificate in DER expires, Unix time in seconds. Raises ValueError or IndexError."""
     times = _fields(certificate, *_field_of(certificate, 3))
     _next(times)
     return _time(certificate, *_next(times)).timestamp()

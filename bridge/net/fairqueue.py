@@ -1,7 +1,7 @@
-"""A fair queue for work of unknown clients: one network cannot delay the others.
+"""A fair queue for the work of unknown clients, in which one network cannot delay the others.
 
-Networks take turns, and in each network names take turns. Known networks, with a successful login before,
-have every second turn while one of them waits. A waiter that is cancelled leaves the queue at once.
+Networks take turns, and so do the names in each network. Known networks, with an earlier successful login,
+get every second turn while one of them waits. A cancelled waiter leaves the queue at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Waiting = OrderedDict[str, Names]
 
 
 class FairQueue:
-    """At most `at_a_time` turns are given at the same time."""
+    """Gives at most `at_a_time` turns at the same time."""
 
     def __init__(self, at_a_time: int = 1) -> None:
         self._free = at_a_time
@@ -35,7 +35,7 @@ class FairQueue:
             raise
 
     def ask(self, network: str, name: str = "", *, known: bool = False) -> asyncio.Future[None]:
-        """The same for a caller that cannot wait: done when the turn has come; who cancels it leaves."""
+        """Return a future that is done when the turn comes; cancelling it leaves the queue."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._free:
             self._free -= 1
@@ -47,7 +47,7 @@ class FairQueue:
         return turn
 
     def done(self) -> None:
-        """A turn is over; the next waiter gets it."""
+        """End a turn, and give it to the next waiter."""
         for _ in range(2):
             self._next = 1 - self._next
             waiting = self._waiting[self._next]
@@ -56,7 +56,7 @@ class FairQueue:
                 name = next(iter(waiting[network]))
                 turn = next(iter(waiting[network][name]))
                 _remove(waiting, network, name, turn)
-                if turn.done():  # it was just cancelled
+                if turn.done():  # just cancelled
                     self.done()
                     return
                 turn.set_result(None)

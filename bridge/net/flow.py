@@ -1,11 +1,11 @@
 """Flow control of every front end's connections: hold and release reading, close with FIN.
 
 A connection is read while nothing holds it. Each hold has a name and is released by name, so two parts of a
-front end do not undo each other's pause. One hold is for writing: a peer that does not read its replies is
-not read from.
+front end do not undo each other's pause. One hold is for writing: if a peer does not read its replies, we do
+not read from it.
 
-To close a connection, we send FIN and discard what still arrives until the peer closes. If a socket with
-unread bytes is closed, it is reset, and the peer loses our last bytes (RFC 9112 section 9.6).
+To close a connection, we send FIN and discard further input until the peer closes. Closing a socket with
+unread bytes would reset it, and the peer would lose our last bytes (RFC 9112 section 9.6).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Flow(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.holds: set[str] = set()
-        self._over = 0.0  # after our FIN: the loop's time at which the connection is closed in any case
+        self._over = 0.0  # after our FIN: the latest time (of the loop) to close the connection
 
     # -- reading ------------------------------------------------------------
 
@@ -46,7 +46,7 @@ class Flow(asyncio.Protocol):
         self.holds.add(why)
 
     def release(self, why: str) -> None:
-        """Continue, if this was the last hold."""
+        """Resume reading if this was the last hold."""
         if why not in self.holds:
             return
         self.holds.discard(why)
@@ -57,7 +57,7 @@ class Flow(asyncio.Protocol):
             self.transport.resume_reading()
 
     def proceed(self) -> None:
-        """Handle what was read before the hold; it may hold again."""
+        """Handle bytes read before the hold. May hold again."""
         raise NotImplementedError
 
     def pause_writing(self) -> None:
@@ -69,9 +69,9 @@ class Flow(asyncio.Protocol):
     # -- the end ------------------------------------------------------------
 
     def finish(self, within: float) -> None:
-        """Send what is written and FIN; close when the peer is silent for `QUIET`, or after `within` seconds.
+        """Send pending output and FIN. Close when the peer is silent for `QUIET`, or after `within` seconds.
 
-        A peer that has not read everything by then is reset. TLS cannot close one half only: there the
+        A peer that has not read everything by then gets a reset. TLS cannot close only one half, so a TLS
         connection is closed once everything is sent.
         """
         if self._over or self.transport.is_closing():
@@ -89,7 +89,7 @@ class Flow(asyncio.Protocol):
         self.discard()
 
     def discard(self) -> None:
-        """FIN was sent, or data arrived after it: restart the timer of `QUIET`."""
+        """Restart the timer of `QUIET`: FIN was sent, or data arrived after it."""
         if self.transport.is_closing():
             return
         self._timer.cancel()

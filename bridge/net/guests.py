@@ -1,8 +1,8 @@
 """A memory budget for all peers that have not logged in.
 
-Each peer counts with its pending bytes, and `EACH` for itself. Over the budget, networks that hold more than
-an equal share lose peers until some of the budget is free: networks that hold most first, and in them the
-peers with most pending bytes, then the oldest. So a flood displaces itself.
+Each peer counts with `EACH` bytes plus its pending bytes. When the budget is exceeded, networks with more
+than an equal share lose peers until some of the budget is free: the largest networks first, and in them the
+peers with the most pending bytes, then the oldest. So a flood displaces itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Guests(Generic[T]):
         self.total = 0
 
     def keep(self, peer: T, address: str, pending: int) -> None:
-        """A peer has so many pending bytes now."""
+        """Set the pending bytes of a peer."""
         network = network_of(address)
         peers = self._networks.setdefault(network, {})
         more = EACH + pending - peers.get(peer, 0)
@@ -39,7 +39,7 @@ class Guests(Generic[T]):
             self._make_room()
 
     def leave(self, peer: T, address: str) -> None:
-        """A peer has logged in or disconnected; unknown peers are ignored."""
+        """Remove a peer that has logged in or disconnected. Unknown peers are ignored."""
         network = network_of(address)
         peers = self._networks.get(network)
         if peers is None or peer not in peers:
@@ -51,7 +51,7 @@ class Guests(Generic[T]):
             del self._networks[network], self._held[network]
 
     def _make_room(self) -> None:
-        room = self._budget - self._budget // 8  # not one by one: each time all are sorted
+        room = self._budget - self._budget // 8  # free some at once, because each time all are sorted
         share = room // len(self._networks)
         for network, held in self._held.most_common():
             if held <= share or self.total <= room:

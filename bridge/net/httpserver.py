@@ -1,8 +1,8 @@
 """An HTTP/1.1 server for front ends. h11 parses the heads of requests; the checks before it are ours.
 
 An `HttpServer` is one listener: its routes, its `HttpLimits`, and TLS if it has a context. A route gets an
-`HttpRequest` and returns an `HttpResponse`. The body is read only when the route asks for it: a caller can be
-rejected by the head alone.
+`HttpRequest` and returns an `HttpResponse`. The body is read only when the route asks for it, so a caller can
+be rejected because of the head alone.
 
     HEAD --complete--> ANSWER --the route has returned--> HEAD of the next request, or FIN
                        |    ^
@@ -12,15 +12,15 @@ rejected by the head alone.
 Rejected before a route is called: heads that are too large or too slow, methods that the listener does not
 allow, GET and HEAD with a body, chunked bodies, ambiguous lengths (RFC 9112 section 6.3), and, unless the
 listener allows `any_host`, a Host that is neither an IP address, nor localhost, nor this machine's name. A
-web page can point its own name at our address (DNS rebinding), but its requests then carry that name; they
-cannot carry an address or our name.
+web page can point its own name at our address (DNS rebinding), but its requests then have that name as Host,
+never an address or our name.
 
 Unless a listener says otherwise, the headers of every response forbid browsers to embed it, to guess its
 type, to cache it, and to load anything from elsewhere.
 
-`ConnectionLimits` bound the open connections, also those in a TLS handshake; idle ones are closed. While a
-request is being answered nothing more is read: a client has one request in memory and little of the next.
-Unfinished bodies of all clients together are bounded by `HttpLimits.bodies`.
+`ConnectionLimits` limit the open connections, including those in a TLS handshake; idle ones are closed. While
+a request is being answered, nothing more is read, so a client has one request in memory and little of the
+next. `HttpLimits.bodies` limits the unfinished bodies of all clients together.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from bridge.net.listening import Listening, listen
 from bridge.net.tlslayer import Handshakes, TlsLayer
 
 JSON = "application/json"
-LINGER = 5.0  # seconds after our FIN until a connection is closed in any case
+LINGER = 5.0  # the most seconds from our FIN until a connection is closed
 TLS_HANDSHAKE = b"\x16"  # the first byte of a TLS client (RFC 8446, 5.1), and of no HTTP request
 
 log = logging.getLogger("bridge.http")
@@ -79,14 +79,14 @@ class HttpLimits:
     head: int = 8 * 1024  # request line and fields
     body: int = 0
     bodies: int = 64 * 1024 * 1024  # of all connections together, while they are incomplete
-    any_host: bool = False  # for listeners whose requests are signed: no web page can send those
+    any_host: bool = False  # for listeners with signed requests, which a web page cannot send
     head_timeout: float = 10.0  # for the TLS handshake and the complete first head
     body_timeout: float = 30.0  # for a complete body
     idle_timeout: float = 30.0  # from a response to the end of the next head
 
 
 class HttpResponse(NamedTuple):
-    """What a route returns; `fields` are further ones, or replace those of every response."""
+    """The result of a route. `fields` are added to those of every response, or replace them."""
 
     status: HTTPStatus
     content_type: str
@@ -97,7 +97,7 @@ class HttpResponse(NamedTuple):
 class HttpError(Exception):
     """Raised for a request that is rejected; the connection is closed after the response.
 
-    `allow` are the methods of this path, if that is why.
+    `allow` has the methods of this path, if the method is the reason.
     """
 
     def __init__(self, status: HTTPStatus, allow: tuple[str, ...] = ()) -> None:
@@ -129,7 +129,7 @@ def plain(status: HTTPStatus) -> HttpResponse:
 
 
 def json_response(value: object, status: HTTPStatus = HTTPStatus.OK) -> HttpResponse:
-    """A response with a value as JSON, on a line of its own."""
+    """Make a response with a value as JSON, followed by a newline."""
     return HttpResponse(status, JSON, msgspec.json.encode(value) + b"\n")
 
 
@@ -164,13 +164,13 @@ class HttpServer:
         self._handshakes = Handshakes()
 
     async def start(self) -> str:
-        """Listen; returns the URL with the actual port. Raises ConfigError."""
+        """Listen. Returns the URL with the actual port. Raises ConfigError."""
         self._listening = await listen(self._option, self._host, self._port)
         await self._listening.accept(self._connection)
         return f"{'http' if self.tls is None else 'https'}://{self._listening.place}/"
 
     async def stop(self, within: float = 0.0) -> None:
-        """Close the listener and all connections; requests have `within` seconds to be answered."""
+        """Close the listener and all connections. Requests have `within` seconds to be answered."""
         self.stopping = True
         if self._listening is not None:
             self._listening.close()
@@ -218,7 +218,7 @@ class HttpServer:
 
 
 class _Handshake:
-    """What is done about the TLS handshake of a connection; see `bridge.net.tlslayer.Handshaking`."""
+    """Handles the TLS handshake of a connection; see `bridge.net.tlslayer.Handshaking`."""
 
     def __init__(self, connection: HttpConnection) -> None:
         self._connection = connection
@@ -239,8 +239,8 @@ class _Handshake:
 class HttpConnection(Flow):
     """The server's side of one connection: one request at a time.
 
-    h11 gets a head when it is complete and has passed our checks. These leave one kind of body, that with a
-    length: it is taken from the bytes that follow.
+    h11 gets a head when it is complete and has passed our checks. These allow only bodies with a length,
+    which are taken from the bytes that follow.
     """
 
     def __init__(self, server: HttpServer) -> None:
@@ -250,8 +250,8 @@ class HttpConnection(Flow):
         self._loop = asyncio.get_running_loop()
         self._unread = bytearray()
         self._length = 0  # bytes of the body that have not been read
-        self._goes_on = False  # the client waits for `100 Continue`
-        self._ends = False  # the client wants no further request on this connection
+        self._goes_on = False  # whether the client waits for `100 Continue`
+        self._ends = False  # whether the client will send no further request on this connection
         self._head_only = False  # for HEAD: the response has no body
         self._awaited: asyncio.Future[None] | None = None  # the body
         self._half_closed = False  # the client has closed its half
@@ -279,12 +279,12 @@ class HttpConnection(Flow):
             self.proceed()
 
     def dismiss(self) -> None:
-        """Unfinished bodies take too much memory, and this one is among the largest of its network."""
+        """Close it, because unfinished bodies take too much memory and this is one of the largest."""
         log.warning("%s: closed, the unfinished bodies of all clients take too much memory", self.address)
         self.transport.abort()
 
     def eof_received(self) -> bool:
-        """The client has closed its half and may still read: its current request is answered."""
+        """Answer the current request of a client that has closed its half and may still read."""
         self._half_closed = True
         if self._awaited is not None and not self._awaited.done():
             self._awaited.set_exception(HttpError(HTTPStatus.BAD_REQUEST))
@@ -301,7 +301,7 @@ class HttpConnection(Flow):
             self.task.cancel()
 
     def stop(self) -> asyncio.Task[None] | None:
-        """Close; returns the task to wait for."""
+        """Close it. Returns the task to wait for."""
         self._timer.cancel()
         self.transport.close()
         if self.task is not None:
@@ -331,7 +331,7 @@ class HttpConnection(Flow):
             self.task = self._loop.create_task(self._serve(end if end >= 4 else 0))
 
     async def _serve(self, size: int) -> None:
-        """Answer the request whose head has so many bytes; 0: it is too large."""
+        """Answer the request whose head has this many bytes; 0: it is too large."""
         rejected = False
         try:
             response = await self._server.answer(self._check(size))
@@ -348,7 +348,7 @@ class HttpConnection(Flow):
             self._unread.clear()
             self.finish(LINGER)
             if self._half_closed:
-                self.transport.close()  # it can send nothing more
+                self.transport.close()  # the client can send nothing more
             return
         self._timer = self._loop.call_later(self._limits.idle_timeout, self.finish, LINGER)
         self.release("answer")
@@ -447,7 +447,7 @@ def _date(second: int) -> str:
 
 
 def _names(host: str) -> set[str]:
-    """The names of this machine that a Host may have, besides addresses."""
+    """Return the names of this machine that a Host may have, besides addresses."""
     own = socket.gethostname().lower()
     short = own.partition(".")[0]
     return {"localhost", host.lower(), own, short, f"{short}.local"}

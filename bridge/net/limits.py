@@ -1,9 +1,10 @@
-"""Limits of the connections of a listener: in total, per address, and by free file descriptors.
+"""Limits on the connections of a listener: in total, per address, and by free file descriptors.
 
-An address counts as its network (`addresses.network_of`): a client with one IPv6 address has 2^64 of them.
+An address counts as its network (`addresses.network_of`), because a client with one IPv6 address has 2^64 of
+them.
 
 The last descriptors of the process are reserved for segments, exports and the log. The kernel gives a new
-socket the lowest free number, so at least that many descriptors are in use.
+socket the lowest free number, so the number of a socket tells how many descriptors are in use at least.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class ConnectionLimits:
         self._descriptors = files - min(SPARE_DESCRIPTORS, files // 2)
 
     def set(self, connections: int, connections_per_address: int) -> None:
-        """Change the limits; connections beyond them stay."""
+        """Change the limits. Existing connections beyond them stay."""
         self._most, self._most_of_one = connections, connections_per_address
 
     def __len__(self) -> int:
@@ -36,9 +37,9 @@ class ConnectionLimits:
         return self._open
 
     def enter(self, address: str | None, descriptor: int = -1) -> str:
-        """Count a connection; returns why it must be closed, or "" if it may stay open.
+        """Count a connection. Returns why it must be closed, or "" if it may stay open.
 
-        It counts until `leave` in both cases. With address None it is nobody's yet.
+        It counts until `leave` in both cases. With address None, its client is not known yet.
         """
         self._open += 1
         refused = f"{self._most} connections are open already" if self._open > self._most else ""

@@ -1,4 +1,4 @@
-"""Listening sockets, and the errors of addresses that cannot be used."""
+"""Listening sockets, and errors for addresses that cannot be used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Listening:
             self._servers.append(await loop.create_server(make, sock=listening, backlog=BACKLOG))
 
     def again(self) -> Listening:
-        """The same addresses for others to accept on: nobody who connects meanwhile is refused."""
+        """Hand over the sockets, so that clients that connect in the meantime are not refused."""
         return Listening(self._host, [listening.dup() for listening in self.sockets])
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class Listening:
 
 
 async def listen(option: str, host: str, port: int) -> Listening:
-    """Listen on an address; port 0 is any free one. Raises ConfigError, which names the option."""
+    """Listen on an address; port 0 means any free one. Raises ConfigError, which names the option."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, **_ASKED)
     except OSError as error:
@@ -59,7 +59,7 @@ async def listen(option: str, host: str, port: int) -> Listening:
 
 
 def listen_now(option: str, host: str, port: int) -> Listening:
-    """The same for a caller that cannot wait; it waits for the look-up if the host is a name."""
+    """The same for synchronous code; blocks during the look-up if the host is a name."""
     try:
         found = socket.getaddrinfo(host, port, **_ASKED)
     except OSError as error:
@@ -98,7 +98,7 @@ def place(host: str, port: int) -> str:
 
 
 def refusal(host: str, port: int, error: OSError) -> str:
-    """Why it is impossible to listen on an address, and what to do."""
+    """Return why it is impossible to listen on an address, and what to do."""
     match error.errno:
         case errno.EADDRINUSE:
             why = (

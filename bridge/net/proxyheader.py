@@ -1,15 +1,15 @@
-"""The header of the PROXY protocol, version 2: the client that a proxy speaks for.
+"""The header of the PROXY protocol, version 2, in which a proxy names its client.
 
 https://www.haproxy.org/download/3.0/doc/proxy-protocol.txt, section 2.2:
 
     | signature 12 byte | version, command 1 byte | family, transport 1 byte | length 16 bit | length byte |
 
 The last part has the addresses, 12 bytes for IPv4 and 36 for IPv6, and then TLVs, which are ignored. The
-command LOCAL is a connection of the proxy's own, such as a health check; with the family UNSPEC or UNIX, the
-proxy does not know the client's address either.
+command LOCAL marks a connection of the proxy itself, such as a health check. With the family UNSPEC or UNIX,
+the proxy does not know the client's address either.
 
-A header is read byte for byte, and no further: what follows belongs to TLS or MQTT. Nothing but this header
-is accepted. Version 1 is text of any length, and is refused.
+Only the bytes of the header are read, because the rest belongs to TLS or MQTT. Nothing but this header is
+accepted. Version 1, which is text of any length, is refused.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import ipaddress
 import socket
 
 SIGNATURE = b"\r\n\r\n\0\r\nQUIT\n"
-FIXED = 16  # bytes until the length
-MOST = 4096  # bytes behind them; the addresses of UNIX sockets are the longest, with 216
+FIXED = 16  # bytes up to and including the length
+MOST = 4096  # bytes after them; the addresses of UNIX sockets are the longest, with 216
 LOCAL, PROXY = 0x20, 0x21  # version 2 and the command
 STREAM = {0x11: 4, 0x21: 16}  # TCP over IPv4 and IPv6: bytes of an address
 UNKNOWN = (0x00, 0x31)  # UNSPEC, and a stream of UNIX sockets
 
 
 class BadHeader(Exception):  # noqa: N818  (named for what it is)
-    """Raised for bytes that are no such header; the text says why."""
+    """Raised for bytes that are not such a header. The text says why."""
 
 
 def check(beginning: bytes) -> int:
-    """Check up to `FIXED` first bytes; returns how many follow these, 0 if that is not known yet."""
+    """Check up to `FIXED` first bytes. Returns how many follow them, 0 if that is not known yet."""
     if not SIGNATURE.startswith(beginning[: len(SIGNATURE)]):
         if beginning.startswith(b"PROXY"[: len(beginning)]):
             raise BadHeader("a PROXY header of version 1; let the proxy send version 2 (send-proxy-v2)")
@@ -52,7 +52,7 @@ def check(beginning: bytes) -> int:
 
 
 def source(beginning: bytes, rest: bytes) -> str | None:
-    """The client's address in a whole header that `check` has accepted; None if it names none."""
+    """Return the client's address in a complete header that `check` has accepted; None if it has none."""
     size = STREAM.get(beginning[13], 0)
     if beginning[12] == LOCAL or not size:
         return None
@@ -62,7 +62,7 @@ def source(beginning: bytes, rest: bytes) -> str | None:
 
 
 async def read(sock: socket.socket) -> str | None:
-    """Read the header from a non-blocking socket, and nothing behind it; returns `source`.
+    """Read the header, and nothing after it, from a non-blocking socket. Returns the result of `source`.
 
     Raises BadHeader, or OSError if the peer has gone.
     """

@@ -7,16 +7,16 @@ from pathlib import Path
 
 from bridge.errors import ConfigError
 
-TICKETS = 1  # with which a client may resume; a device has one connection, and OpenSSL's 2 cost 20 us more
+TICKETS = 1  # session tickets per handshake; a device has one connection, and 2 would cost 20 us more
 
 
 def server_context(
     option: str, cert: Path, key: Path, client_ca: Path | None = None, crl: Path | None = None
 ) -> ssl.SSLContext:
-    """A server's context from certificate files; with `client_ca` each client needs a certificate of it.
+    """Make a server's context from certificate files. With `client_ca`, clients need a certificate from it.
 
-    With `crl`, the CA that has signed a client's certificate must have a list in there that is not expired,
-    and does not have the certificate. Raises ConfigError, which names the option.
+    With `crl`, the CA that signed a client's certificate must have a list in that file that has not expired
+    and does not contain the certificate. Raises ConfigError, which names the option.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
