@@ -8,11 +8,11 @@
     /requests/<operation>   operations: `requests`
 
 What it promises:
-* Looking changes nothing: GET and HEAD. On this machine it needs no login; from another one the page and its
-  documents do, once there are users. Metrics and health checks never do.
+* GET and HEAD change nothing. On this machine they need no login. From another machine, the page and its
+  documents need a login once there are users. Metrics and health checks never do.
 * Only POST changes something: below `/requests/`, for a user with a password or session, with that user's
   rights.
-* A document is bounded, whatever there is: 200 streams and 5,000 clients cost what a page of them costs.
+* The size of a document is bounded: 200 streams and 5,000 clients cost no more than one page of them.
 * Web pages of other sites cannot read it: no CORS, and requests whose Host is not a name of this machine are
   refused (DNS rebinding).
 * It does not block the event loop: threads access the disk and write long texts, and an answer is reused
@@ -21,5 +21,5 @@ What it promises:
 Modules, each importing only those before it: `state` (what is shown), `history`, `events` and `clients` (the
 last hour, the log, the devices), `observer` (collects all of it), `visitors` (who asks), `documents` (JSON),
 `requests` (operations), `frontend` (routes). `metrics` writes a state for Prometheus. HTTP itself is in
-`bridge.net.httpserver`. The page is in `page/`: its scripts are one script in the end, without a build step.
+`bridge.net.httpserver`. The page is in `page/`; its scripts are joined into one without a build step.
 """

@@ -1,8 +1,9 @@
-"""Connected clients, in pages: with thousands of them a list is neither made at once nor sent as a whole.
+"""Connected clients, in pages, because there may be thousands.
 
 * A list of all clients is made in slices, between which the event loop serves others. It is reused for
   `FRESH` seconds.
-* The rate of a client is that since the list before, if that is not too old, else since it connected.
+* The rate of a client is measured since the previous list, if that is not too old, otherwise since it
+  connected.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FRESH = 2.0
 OLD = 60.0
 SLICE = 250  # clients, some tenths of a millisecond
 PAGE = 100
-FILTERS = 10  # topic filters that are named of a client
+FILTERS = 10  # topic filters that are shown per client
 
 Row = tuple["Connected", str, float]
 
@@ -32,10 +33,10 @@ class DeviceFrontEnd(Protocol):
     """A front end for devices, as this package uses it."""
 
     def clients(self) -> Iterable[Connected]:
-        """The connected clients; may be iterated slowly."""
+        """Return the connected clients. They may be iterated slowly."""
 
     def subscriptions(self, client: str, most: int) -> list[str]:
-        """At most so many topic filters of a client."""
+        """Return up to this many topic filters of a client."""
 
     @property
     def refused(self) -> dict[str, str]:
@@ -49,7 +50,7 @@ class DeviceFrontEnd(Protocol):
 class Client(Struct, rename="camel", kw_only=True):
     """One connected client. `rate` is messages per second; `filters` are some of its subscriptions.
 
-    A `slowed` one is over a budget, and read more slowly.
+    A `slowed` client is over a budget, and we read from it more slowly.
     """
 
     id: str
@@ -67,7 +68,7 @@ class Client(Struct, rename="camel", kw_only=True):
 
 
 class Clients(Struct, rename="camel", kw_only=True):
-    """A page of clients: `found` match, of `connected`; those at `offset` and after it are in `clients`."""
+    """A page of clients. Of `connected`, `found` match; `clients` has those from `offset` on."""
 
     connected: int
     found: int
@@ -95,9 +96,9 @@ class Directory:
         self._making: asyncio.Task[None] | None = None
 
     async def page(self, find: str, order: str, offset: int) -> Clients:
-        """The clients whose id, user or address contains a text, at most `PAGE`.
+        """Return up to `PAGE` clients whose id, user or address contains a text.
 
-        `order` is one of `ORDERS`; raises KeyError for another.
+        `order` is one of `ORDERS`. Raises KeyError for another.
         """
         key = ORDERS[order]
         if time.monotonic() - self._made >= FRESH:

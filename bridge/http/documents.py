@@ -1,6 +1,6 @@
-"""The documents that the page shows, as JSON. Each is bounded, whatever there is and whatever is asked for.
+"""The documents of the page, as JSON. The size of each is bounded, whatever the request asks for.
 
-    /status.json                  sums, and at most `ROWS` streams and exports, those in trouble first;
+    /status.json                  sums, and at most `ROWS` streams and exports, those with problems first;
                                   `stream=TEXT`, `export=TEXT`: only those that contain it
     /history.json                 the last hour of the sums, and of the `CHARTS` exports with most pending
     /stream.json?name=NAME        one stream: its state, its exports, its last hour
@@ -8,8 +8,8 @@
     /clients.json                 `find=TEXT`, `sort=ORDER`, `offset=N`: connected clients (`clients`)
     /events.json[?after=NUMBER]   recent events (`events`)
 
-Messages are read by the operation readMessages, with the rights of the visitor. A payload is shown in part,
-as text if it is one.
+Messages are read with the operation readMessages, with the rights of the visitor. A payload is shown in part,
+as text if possible.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ if TYPE_CHECKING:
 ROWS = 500
 CHARTS = 6
 MESSAGES = 50
-LOOKED_THROUGH = 5_000  # messages, for those on a topic filter
+LOOKED_THROUGH = 5_000  # messages that are searched for a topic filter
 ROOM = 1024 * 1024  # bytes of messages that are read for one document
 SHOWN = 500  # bytes of a payload
 TEXT = 1_000  # characters of a parameter
 
 
 class QueryError(ValueError):
-    """A parameter is wrong."""
+    """Raised for a wrong parameter."""
 
 
 class Totals(Struct, rename="camel", kw_only=True):
-    """All streams and exports together. `lost` messages were lost or refused, which no limit intends."""
+    """The sums of all streams and exports. `lost` counts messages lost or refused, but not by a limit."""
 
     streams: int
     exports: int
@@ -231,7 +231,7 @@ def _tailed(message: StreamMessage) -> Tailed:
     text: str | None = None
     try:
         text = data.decode()
-    except UnicodeDecodeError as error:  # the end of a character may have been cut off
+    except UnicodeDecodeError as error:  # the last character may have been cut
         if (
             len(message.payload) > SHOWN
             and error.start > SHOWN - 4
@@ -249,7 +249,7 @@ def _tailed(message: StreamMessage) -> Tailed:
 
 
 def _bounded(state: ServiceState, stream: str = "", export: str = "") -> Status:
-    """What is shown of a state: the streams and exports that contain a text, those in trouble first."""
+    """Return the streams and exports of a state that contain a text, those with problems first."""
     streams, exports = state.streams, state.exports
     if stream:
         streams = [s for s in streams if stream in f"{s.name}\n{s.description}".casefold()]

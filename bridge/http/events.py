@@ -1,9 +1,9 @@
-"""Recent events: the lines of this process's log, and what the observer notices of streams and exports.
+"""Recent events: the lines of this process's log, and changes that the observer notices.
 
-What it promises: at most `KEPT` events of `LONGEST` characters each, in memory only. A line that differs from
-an earlier one in numbers only takes its place and counts it: an export that tries again all night is one
-event. Besides, the limits of the log on repeated and alike lines apply (`bridge.logs`), so that a client with
-many names cannot push out the other events at once.
+What it promises: at most `KEPT` events of `LONGEST` characters each, only in memory. A line that differs from
+an earlier one only in numbers replaces it and counts it, so an export that retries all night is one event.
+The limits of the log on repeated and similar lines apply too (`bridge.logs`), so a client with many names
+cannot push out the other events at once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from bridge.logs import CountingHandler, LineFormatter
 KEPT = 500
 AT_A_TIME = 200  # events in one document
 LONGEST = 2048  # characters of a line
-VALUE = 300  # characters that are left of each value in a line that is longer
-FIELDS = 8  # and how many fields
+VALUE = 300  # characters kept of each value in a longer line
+FIELDS = 8  # fields kept in a longer line
 _NUMBER = re.compile(r"\d+")
 
 
 class _Event(NamedTuple):
-    """The newest of alike lines: `first` is the number of the first one, `times` how many there were."""
+    """The newest of similar lines. `first` is the number of the first one, `times` their number."""
 
     number: int
     first: int
@@ -35,7 +35,7 @@ class _Event(NamedTuple):
 
 
 class _Ring:
-    """What the handler writes to: the newest lines."""
+    """The newest lines, as a stream for the handler."""
 
     def __init__(self) -> None:
         self.events: dict[str, _Event] = {}  # the oldest first
@@ -58,7 +58,7 @@ class _Ring:
             del self.events[next(iter(self.events))]
 
     def flush(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing, because nothing is buffered."""
 
 
 _VARYING = ("time", "repeated", "alike")

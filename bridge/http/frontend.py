@@ -82,7 +82,7 @@ class HttpFrontEnd:
         }
 
     async def start(self) -> list[str]:
-        """Listen; returns the url. Raises ConfigError."""
+        """Listen. Returns the URL. Raises ConfigError."""
         url = await self._server.start()
         if not self._loopback:
             log.warning("every machine that can reach %s can see the streams and clients", url)
@@ -141,7 +141,7 @@ async def _only(methods: tuple[str, ...], route: Route, request: HttpRequest) ->
 
 
 def _page() -> HttpResponse:
-    """The page, made of its files; its policy allows only this script and this style."""
+    """Return the page, made from its files. Its policy allows only this script and this style."""
     style = (PAGE / "page.css").read_text()
     script = "".join((PAGE / f"{name}.js").read_text() for name in SCRIPTS)
     page = (PAGE / "page.html").read_text().replace("/*style*/", style).replace("/*script*/", script)

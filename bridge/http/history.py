@@ -1,8 +1,8 @@
-"""The last hour in steps of 20 s: one column of numbers for everything that is drawn.
+"""The last hour in steps of 20 s: one column of numbers for each line in a chart.
 
-What it promises: its size depends on what is there now, not on time. A column takes 1.4 KB and keeps
-`KEPT` values; one that has had no value for an hour is deleted. Counters are kept as they are: whoever draws
-them takes differences, and a missed step loses nothing.
+What it promises: its size depends on the current streams and exports, not on time. A column takes 1.4 KB and
+keeps `KEPT` values; a column without a value for an hour is deleted. Counters are stored as they are, and
+charts use differences, so a missed step loses nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class History:
         self._times = array("q", bytes(8 * KEPT))
         self._columns: dict[Key, array[float]] = {}
         self._count = 0
-        self._gone: dict[Key, int] = {}  # columns without a value, and since which step
+        self._gone: dict[Key, int] = {}  # columns without a current value, and since which step
 
     def add(self, time: int, values: Mapping[Key, float]) -> None:
         """Add a step at a Unix time in ms."""
@@ -49,12 +49,12 @@ class History:
         return self._in_order(self._times)
 
     def column(self, *key: str) -> list[float]:
-        """The values of a column, oldest first; NaN where there is none."""
+        """Return the values of a column, oldest first; NaN where there is none."""
         known = self._columns.get(key)
         return [nan] * min(self._count, KEPT) if known is None else self._in_order(known)
 
     def columns(self, *beginning: str) -> dict[Key, list[float]]:
-        """The columns whose keys begin so, under the rest of the key."""
+        """Return the columns whose keys have this prefix, by the rest of the key."""
         length = len(beginning)
         found = (key for key in self._columns if key[:length] == beginning)
         return {key[length:]: self.column(*key) for key in found}

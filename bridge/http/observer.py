@@ -1,6 +1,6 @@
 """Collects what is shown: a `ServiceState` on request, and steps of the last hour (`history`).
 
-* A state is reused for a second, or longer if it took long to make: this takes at most 5 % of the event
+* A state is reused for a second, or longer if it took long to make. So this takes at most 5 % of the event
   loop's time, whatever the number of streams and requests. (Measured on a desktop: 12 ms for 1,000 streams
   with an export each.)
 * A separate thread reads the times of messages (the oldest of a stream, the first pending of an export) from
@@ -70,11 +70,11 @@ class FrontEnd(Protocol):
     """A front end, as the observer uses it."""
 
     def stats(self) -> dict[str, int]:
-        """Its counters since the start; `connections` and `sessions` are current numbers."""
+        """Return its counters since the start; `connections` and `sessions` are current numbers."""
 
 
 class StreamTimes(NamedTuple):
-    """When the first and the last message of a stream were received, Unix time in ms; None: not known."""
+    """When the first and the last message of a stream were received, Unix time in ms; None: unknown."""
 
     first: int | None
     last: int | None
@@ -85,7 +85,7 @@ class BridgingFrontEnd(Protocol):
     """A front end that gets messages of other brokers, as the observer uses it."""
 
     def upstreams(self) -> Sequence[tuple[str, str, bool, int, int, str | None]]:
-        """Each one's name, URL, whether it is connected, waiting and received messages, what is wrong."""
+        """Return name, URL, whether connected, waiting and received messages, and problem of each."""
 
     def upstream_stats(self) -> dict[str, dict[str, int]]:
         """The counters of each, as those of a front end."""
@@ -103,7 +103,7 @@ class Observer:
         front_ends: Mapping[str, FrontEnd],
         probe_timeout: float = PROBE_TIMEOUT,
     ) -> None:
-        """`probe_timeout` is how many seconds the disk may take to be written before it counts as hung."""
+        """`probe_timeout` is the number of seconds after which a write to the disk counts as hung."""
         self._probe_timeout = probe_timeout
         self._gateway, self._data_dir, self._manager, self._exports = gateway, data_dir, manager, exports
         self._front_ends = front_ends
@@ -127,7 +127,7 @@ class Observer:
         self._lookup: asyncio.Task[None] | None = None
         self._probe: asyncio.Future[str | None] | None = None
         self._probed = 0.0
-        self._written: tuple[int, int] | None = None  # what was stored when the disk was last written to
+        self._written: tuple[int, int] | None = None  # the stored messages at the last test of the disk
         self._storage_error: str | None = None
         self._space = (0, 0)
         self._limits: dict[str, tuple[MessageStreamDefinition, list[str]]] = {}  # by stream
@@ -147,7 +147,7 @@ class Observer:
                     if self._lookup is None or self._lookup.done():
                         self._lookup = asyncio.create_task(self._read_times())
                     await asyncio.gather(asyncio.wait([self._lookup], timeout=STEP), self.storage_error())
-                    if self._lookup.done():  # otherwise the disk hangs: continue without
+                    if self._lookup.done():  # otherwise the disk hangs, so continue without
                         self._lookup.result()
                 except Exception:
                     log.exception("the status cannot be collected")
@@ -170,7 +170,7 @@ class Observer:
             self.history.add(state.time, dict(_values(state)))
 
     def _note_troubles(self, state: ServiceState) -> None:
-        """Note in the events what has failed or recovered since the last time."""
+        """Add events for everything that has failed or recovered since the last time."""
         found = {
             (stream, ""): why for stream, why in (state.readiness.refused | state.readiness.failing).items()
         }
@@ -189,7 +189,7 @@ class Observer:
 
     # -- the disk --------------------------------------------------------------------------------
     async def storage_error(self) -> str | None:
-        """Why the data directory cannot be written; None if it can. Never waits longer than 5 s."""
+        """Return why the data directory cannot be written; None if it can. Waits at most 5 s."""
         loop = asyncio.get_running_loop()
         if self._probe is None:
             if loop.time() - self._probed < PROBE_AGE and self._probed:
@@ -355,7 +355,7 @@ class Observer:
         )
 
     def _limits_of(self, definition: MessageStreamDefinition) -> list[str]:
-        """The text for a definition, made once: it takes a third of the time of a state."""
+        """Return the text for a definition; cached, because it takes a third of the time of a state."""
         known = self._limits.get(definition.name)
         if known is None or known[0] is not definition:
             known = self._limits[definition.name] = definition, limits_of(definition)
@@ -402,7 +402,7 @@ class Observer:
 
 
 def _values(state: ServiceState) -> Iterator[tuple[history.Key, float]]:
-    """What is kept of a state for an hour."""
+    """Return the values of a state that are kept for an hour."""
     rates = [stream.rate for stream in state.streams if stream.rate is not None]
     if rates or not state.streams:
         yield ("rate",), round(sum(rates), 2)

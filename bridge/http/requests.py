@@ -1,18 +1,19 @@
 """Operations by HTTP: `POST /requests/<operation>` with the body of a request, in JSON or CBOR.
 
-The reply has the status 200 and the body that the same request has over MQTT, whose `status` says what became
-of it. Other statuses say that nothing was carried out:
+The reply has the status 200 and the same body as over MQTT, whose `status` is the result. Any other status
+means that nothing was carried out:
 
     400  the user name in `Authorization: Basic` cannot be read
-    401  no login, or a wrong password; nothing invites a browser to ask for one
+    401  no login, or a wrong password; without the header that makes browsers ask for one
     403  the request comes from a page of another site, or from a session without its token; or the rules
          close the page to this user
-    415  the body is neither application/json nor application/cbor: a form of another site cannot send those
+    415  the body is neither application/json nor application/cbor, which a form of another site cannot send
     503  too many logins of this user are being checked
 
-Each request names a user of `mqtt.users_file`, also on loopback: by a password, or by the session of a
-browser (`visitors`). The rules are those of the user; a `%c` in them gives nothing, since there is no client
-id. A user who may only look (`page` in the rules) gets status 200 and the refusal for what changes something.
+Each request needs a user of `mqtt.users_file`, even on loopback: by a password, or by the session of a
+browser (`visitors`). The rules are those of the user; a `%c` in them gives nothing, because there is no
+client id. For an operation that changes something, a user who may only look (`page` in the rules) gets status
+200 with a refusal.
 """
 
 from __future__ import annotations

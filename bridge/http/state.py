@@ -1,6 +1,7 @@
-"""What is shown: one snapshot of the service, as plain values. The page gets it as JSON in camelCase.
+"""A snapshot of the service as plain values. The page gets it as JSON in camelCase.
 
-Sizes are bytes, times are Unix time in ms, rates and ages are in seconds. None means: not known yet.
+Sizes are in bytes, times are Unix time in ms, ages are in seconds, rates are per second. None means: not
+known yet.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ UNSTORED = ("dropped_", "rejected_")  # counters of front ends: messages that th
 class StreamState(Struct, rename="camel", kw_only=True):
     """One stream. `dropped` and `rejected` (refused) count messages by reason since the start.
 
-    `failures` counts other failures with its files, by kind. `encryption` is for people: "on, 2 older
-    segments are not encrypted". `deleting`: it goes once all of it is exported.
+    `failures` counts other failures of its files, by kind. `encryption` is a text such as "on, 2 older
+    segments are not encrypted". `deleting`: it is deleted once all of it is exported.
     """
 
     name: str
@@ -55,9 +56,9 @@ class StreamState(Struct, rename="camel", kw_only=True):
 class ExportState(Struct, rename="camel", kw_only=True):
     """One export of a stream: `lag` messages are pending from `first_pending` on, since `waiting_since`.
 
-    `paused` is by hand, `disabled` by the definition. While it fails, `failed_attempts` counts the attempts
-    in a row, `next_attempt` is the time of the next one, and `error_since` when the errors began. Without an
-    error, `next_attempt` is when the batch that collects messages is sent at the latest.
+    An operator has `paused` it, or the definition has `disabled` it. While it fails, `failed_attempts` counts
+    the attempts in a row, `next_attempt` is the time of the next one, and `error_since` when the errors
+    began. Without an error, `next_attempt` is when the batch that collects messages is sent at the latest.
     """
 
     stream: str
@@ -82,7 +83,7 @@ class ExportState(Struct, rename="camel", kw_only=True):
 
 
 class UpstreamState(Struct, rename="camel", kw_only=True):
-    """Another broker whose messages come here. `waiting` messages are not stored yet; `error`: why not."""
+    """Another broker whose messages come here. `waiting` messages are not stored yet; `error` says why."""
 
     name: str
     url: str

@@ -1,21 +1,21 @@
-"""Who is asking: programs with a password in each request, browsers with a session, and nobody in particular.
+"""Identifies visitors: programs with a password in each request, browsers with a session, and others.
 
     GET  /session.json   who is logged in, and the session's token
     POST /login          {"user", "password"}: begins a session
     POST /logout         ends it
 
-A session is a random cookie that scripts cannot read (HttpOnly) and that other sites cannot have sent
-(SameSite=Strict), and a token that the page sends in the header `X-Streambridge-Token` with everything that
-changes something. It ends after `IDLE` seconds without a request or `LIFE` seconds in all, when its user's
-password is changed, and when the service stops. Its name contains a digest of the gateway's: browsers send a
-cookie to all ports of a host, and tunnels to several gateways often end at one.
+A session consists of a random cookie that scripts cannot read (HttpOnly) and that browsers do not send for
+other sites (SameSite=Strict), and a token that the page sends in the header `X-Streambridge-Token` with every
+change. It ends after `IDLE` seconds without a request or `LIFE` seconds in total, when its user's password is
+changed, and when the service stops. The cookie's name contains a digest of the gateway's id, because browsers
+send a cookie to all ports of a host, and tunnels to several gateways often end at one host.
 
-Looking needs no login on loopback, nor where there are no users. What a visitor without a login may read of
-messages is what an anonymous MQTT client may.
+Looking needs no login on loopback or if there are no users. A visitor without a login may read the same
+messages as an anonymous MQTT client.
 
-The right `page` in the rules (`bridge.access.rules`) narrows that: "look" leaves a user the operations that
-change nothing, and "none" closes everything here but metrics and health checks, also to visitors without a
-login.
+The right `page` in the rules (`bridge.access.rules`) restricts this further. "look" leaves a user only the
+operations that change nothing. "none" closes everything here except metrics and health checks, even to
+visitors without a login.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from bridge.access.rules import Identity
 
 IDLE, LIFE = 30 * 60.0, 12 * 3600.0
-MOST = 100  # sessions; one more ends the one that was used the longest ago
+MOST = 100  # sessions; one more ends the least recently used one
 PROOF_FIELD = "x-streambridge-token"
 
 
@@ -64,7 +64,7 @@ class Login(Struct, forbid_unknown_fields=True):
 
 
 class Visitors:
-    """The sessions of browsers, and the rights of everyone who asks."""
+    """The sessions of browsers, and the rights of all visitors."""
 
     def __init__(self, access: Access, gateway: str) -> None:
         self._access = access
@@ -81,14 +81,14 @@ class Visitors:
 
     # -- rights ------------------------------------------------------------
     async def ensure_may_look(self, request: HttpRequest) -> None:
-        """Raise HttpError for who has to log in, or may not look."""
+        """Raise HttpError if the visitor must log in or may not look."""
         open_here = is_loopback(request.address) or not self._access.has_users
         if self._session(request) is None and open_here and self._nobody(request).page != "none":
             return
         self._identity(await self._known(request), request)
 
     async def reader(self, request: HttpRequest) -> Identity:
-        """With whose rights messages are read; raises HttpError if that takes a login."""
+        """Return the rights with which messages are read. Raises HttpError if that needs a login."""
         known = self._session(request) is not None or "authorization" in request.headers
         loopback = is_loopback(request.address)
         if known:
@@ -99,7 +99,7 @@ class Visitors:
         return nobody
 
     async def actor(self, request: HttpRequest) -> Identity:
-        """Who wants a change; raises HttpError without a login, or if another site may have asked."""
+        """Return who requests a change. Raises HttpError without a login, or for another site."""
         ensure_same_origin(request)
         session = self._session(request)
         if session is not None and "authorization" not in request.headers:
@@ -109,7 +109,7 @@ class Visitors:
         return self._identity(await self._known(request), request)
 
     async def _known(self, request: HttpRequest) -> str:
-        """The user of a request, by its session or its password; raises HttpError."""
+        """Return the user of a request, by its session or password. Raises HttpError."""
         session = self._session(request)
         if session is not None and "authorization" not in request.headers:
             return session.user
@@ -149,7 +149,7 @@ class Visitors:
 
     # -- sessions ------------------------------------------------------------
     def _session(self, request: HttpRequest) -> _Session | None:
-        """The session of a request, if it has one that is not over."""
+        """Return the session of a request, if it has a valid one."""
         key = self._key(request)
         session = self._sessions.pop(key, None)
         now = time.monotonic()
@@ -172,9 +172,9 @@ class Visitors:
         return b""
 
     async def _describe(self, request: HttpRequest) -> HttpResponse:
-        """Who is logged in; `users` says whether anybody could.
+        """Who is logged in. `users` says whether there are users.
 
-        `look` says whether more can be seen, `operate` whether the user may change anything.
+        `look` says whether the visitor may look, `operate` whether the user may change anything.
         """
         session = self._session(request)
         found: dict[str, object] = {"user": None, "users": self._access.has_users, "operate": True}

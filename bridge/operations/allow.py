@@ -1,12 +1,12 @@
 """What exports in a client's definition may reach: the configuration's `[export.allow]`.
 
-An exporter declares by the type of a setting what it reaches: an `Endpoint`, a `Bucket`, or a `SecretFile`,
+The type of an exporter's setting declares what it reaches: an `Endpoint`, a `Bucket`, or a `SecretFile`,
 which only the configuration may name. A client's export must be of an allowed kind, with allowed values in
 each of these settings.
 
-An export that the stream already has may stay: a client must be able to describe a stream, change something
-else and send all of it back. All of these settings must then be unchanged. Otherwise a secret of the
-configuration could be sent to another endpoint.
+An export that the stream already has may stay, because a client must be able to describe a stream, change
+something else and send all of it back. All of these settings must then be unchanged. Otherwise a secret of
+the configuration could be sent to another endpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_allowed(
 ) -> None:
     """Raise Unauthorized for the first export of a client's definition that is not allowed.
 
-    `new` is a valid definition, `old` what the stream has.
+    `new` is a valid definition, `old` the current one.
     """
     known = {} if old is None else _reaches(registry, old.export_definition)
     for key, reach in _reaches(registry, new.export_definition).items():
@@ -63,7 +63,7 @@ def _check(allow: Allow, kind: str, identifier: str, reach: Mapping[str, tuple[M
 
 
 def _reaches(registry: Registry, exports: Exports) -> dict[tuple[str, str], dict[str, tuple[Means, str]]]:
-    """What each export reaches: by kind and identifier, the guard and the value of each guarded key."""
+    """Return, by kind and identifier of each export, the guards and values of its guarded keys."""
     found = {}
     for kind, configs in exports.items():
         exporter = registry.exporters.get(kind)
@@ -77,7 +77,7 @@ def _reaches(registry: Registry, exports: Exports) -> dict[tuple[str, str], dict
 
 @cache
 def guards_of(config: type[ExportConfig]) -> dict[str, Means]:
-    """The guarded keys, on the wire, of an exporter's Config."""
+    """Return the guarded keys of an exporter's Config, as on the wire."""
     return {
         field.encode_name: guard
         for field in fields(config)

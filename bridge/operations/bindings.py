@@ -18,7 +18,7 @@ STREAM_TOPICS = "streams/"
 
 
 class Refusal:
-    """Takes the place of an unavailable stream, and refuses every message."""
+    """Replaces an unavailable stream, and refuses every message."""
 
     next_sequence = 0
     lasting = True
@@ -28,12 +28,12 @@ class Refusal:
 
     def append(self, topic: bytes, payload: bytes, headers: bytes = b"", message_id: bytes = b"") -> int:
         """Refuse the message: the sender gets an error, not an acknowledgement."""
-        raise self._error.with_traceback(None)  # otherwise each message would lengthen it
+        raise self._error.with_traceback(None)  # otherwise each message would lengthen the traceback
 
     ensure_admits = append
 
     def find(self, message_id: bytes) -> int | None:
-        """No id is known."""
+        """Return None, because no id is known."""
         return None
 
     def after_commit(self, done: Callable[[StreamError | None], None]) -> None:
@@ -54,10 +54,10 @@ class Bindings:
         self._refusals: dict[str, tuple[MessageStreamDefinition, Refusal, str]] = {}
 
     def match(self, topic: str) -> tuple[Stream | Refusal, ...]:
-        """The streams that a message on `topic` is appended to. Callers cache it per topic.
+        """Return the streams to which a message on `topic` is appended. Callers cache it per topic.
 
         A client that publishes below `streams/` means a stream. If the name is misspelt, the message is
-        refused: an acknowledgement would promise that it is stored.
+        refused, because an acknowledgement would promise that it is stored.
         """
         found = tuple(dict.fromkeys(self._tree.match(topic)))
         if not found and topic.startswith(STREAM_TOPICS):

@@ -28,16 +28,16 @@ What it promises:
 
 * Rights are those on the stream and to the operation (`bridge.access.rules`). They are checked before the
   stream is looked up, so a refusal does not reveal whether it exists.
-* What a caller is denied to read is not read from a stream either: who reads or updates a stream must not be
+* Denied topics cannot be read from a stream either: a caller that reads or updates a stream must not be
   denied any of its topics.
-* A definition also needs `read` on all that its topics cover, since the stream keeps copies, and `publish` on
-  each other stream that its exports append to. Unless the caller is trusted, its exports may reach only what
-  the configuration allows (`bridge.operations.allow`).
+* A definition also needs `read` on everything that its topics cover, because the stream keeps copies, and
+  `publish` on each other stream to which its exports append. Unless the caller is trusted, its exports may
+  reach only what the configuration allows (`bridge.operations.allow`).
 * listStreams returns the streams that the caller may describe.
-* MQTT clients are no stream: what is done to them needs `manage` on the topic `clients`.
+* Operations on MQTT clients need `manage` on the topic `clients`.
 * Each change is logged once, and each change and refusal is in the audit log, with who made it
   (`bridge.operations.changes`).
-* An unknown key in a request is InvalidRequest: it is misspelt, or from another version.
+* An unknown key in a request is InvalidRequest: it is misspelt, or belongs to another version.
 
 `name` and `streamName` mean the same in every request that names a stream.
 """
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from bridge.operations.manager import StreamManager
     from bridge.streams.stream import Stream
 
-AT_ONCE = 20  # streams that are described before other clients are served
+AT_ONCE = 20  # streams described at a time before other clients are served
 
 
 # -- requests ------------------------------------------------------------
@@ -95,7 +95,7 @@ class Request(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True, 
 
     @property
     def about(self) -> str:
-        """What the logs say that the request is about."""
+        """Return the subject of the request, for the logs."""
         return self.stream
 
 
@@ -186,10 +186,10 @@ class Fetch(Named, kw_only=True, frozen=True):
 
 
 class Ack(Named, kw_only=True, frozen=True):
-    """ackMessages: what became of fetched messages, by sequence number.
+    """ackMessages: the results of fetched messages, by sequence number.
 
-    `ack`: done. `nack`: deliver again, after `delay_millis`. `in_progress`: the deadline begins anew.
-    `terminate`: never deliver again, because of `reason`.
+    `ack`: done. `nack`: deliver again after `delay_millis`. `in_progress`: restart the deadline. `terminate`:
+    never deliver again, because of `reason`.
     """
 
     consumer: str = ""
@@ -202,7 +202,7 @@ class Ack(Named, kw_only=True, frozen=True):
 
 
 class OfClients(Request, kw_only=True, frozen=True):
-    """disconnectClients: the connected clients that match all of what is given, of which there is something.
+    """disconnectClients: the connected clients that match all given fields; at least one is required.
 
     `certificate` is the SHA-256 fingerprint or the serial number, in hexadecimal; `address` may be a network.
     """
@@ -214,7 +214,7 @@ class OfClients(Request, kw_only=True, frozen=True):
 
     @property
     def about(self) -> str:
-        """What is given."""
+        """Return the given fields."""
         given = {name: getattr(self, name) for name in ("client", "user", "certificate", "address")}
         return ", ".join(f"{name} {value!r}" for name, value in given.items() if value is not None)
 
@@ -248,7 +248,7 @@ class Described(Struct, rename="camel"):
 
 
 class Listed(Struct, rename="camel"):
-    """Names, sorted. `more` only if not all streams were asked for, or not all descriptions fit."""
+    """Sorted names. `more` only if not all streams were requested, or not all descriptions fit."""
 
     streams: list[str]
     more: bool | UnsetType = UNSET
@@ -268,7 +268,7 @@ class AppendedAll(Struct, rename="camel"):
 
 
 class Found(Struct):
-    """The messages of a read. The reply must have `least` of them, and the others if there is room."""
+    """The messages of a read. The reply must have `least` of them, and the others as far as they fit."""
 
     messages: list[StreamMessage]
     stream: str
@@ -276,14 +276,14 @@ class Found(Struct):
 
 
 class Fetched(Struct):
-    """Leased messages, none if there were none in time."""
+    """Leased messages; none if none arrived in time."""
 
     deliveries: list[Delivery]
     stream: str
 
 
 class Acked(Struct, rename="camel"):
-    """The numbers to which the request did not apply: settled already, or leased to another client."""
+    """The numbers to which the request did not apply: already settled, or leased to another client."""
 
     not_pending: list[int]
 
@@ -295,7 +295,7 @@ class Purged(Struct, rename="camel"):
 
 
 class Exports(Struct):
-    """The identifiers of the exports that the request was for."""
+    """The identifiers of the exports concerned."""
 
     exports: list[str]
 
@@ -327,17 +327,17 @@ class Clients(Protocol):
     """The MQTT clients of this gateway; `bridge.mqtt.server.clients` has them."""
 
     def known(self) -> list[dict[str, Any]]:
-        """All that are connected or have a session."""
+        """Return all clients that are connected or have a session."""
 
     def disconnect(self, asked: OfClients) -> list[str]:
-        """Close connections; returns the ids of their clients. Raises InvalidRequest."""
+        """Close connections. Returns the ids of their clients. Raises InvalidRequest."""
 
     async def forget(self, client: str) -> bool:
-        """End a session; returns whether its client was connected. Raises InvalidRequest."""
+        """End a session. Returns whether its client was connected. Raises InvalidRequest."""
 
 
 class Call(NamedTuple):
-    """A request that is carried out; `room` and `turn` are those of `Operations.call`."""
+    """A request in progress. `room` and `turn` are those of `Operations.call`."""
 
     operations: Operations
     caller: Identity
@@ -351,11 +351,11 @@ class Call(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One operation. The caller needs one of `rights` on the stream; without any, no right is needed.
+    """One operation. The caller needs one of `rights` on the stream; if there are none, it needs no right.
 
-    For an operation that is not on a stream it is `manage`, on the topic `on`.
-    `audit` makes the text for both logs from the result of an operation that changes something. A request
-    that `waits` ends with its connection. An operation that `looks` changes nothing.
+    An operation that is not on a stream needs `manage` on the topic `on`. For an operation that changes
+    something, `audit` makes the text for both logs from its result. A request that `waits` ends with its
+    connection. An operation that `looks` changes nothing.
     """
 
     request: type[Request]
@@ -368,14 +368,14 @@ class Operation(NamedTuple):
 
 
 class NewDeliveries(NamedTuple):
-    """How streams are stored that the Firehose API creates; `max_size` in bytes."""
+    """How streams created by the Firehose API are stored. `max_size` is in bytes."""
 
     max_size: int = DEFAULT_MAX_SIZE
     flush_on_write: bool = False
 
 
 class Operations:
-    """Carries out operations for the front ends. Use from the event loop's thread."""
+    """Carries out operations for the front ends. Must be used in the event loop's thread."""
 
     def __init__(
         self,
@@ -384,10 +384,10 @@ class Operations:
         most_bytes: int = MOST_BYTES,
         new_deliveries: NewDeliveries = NewDeliveries(),  # noqa: B008 - immutable
     ) -> None:
-        """`allow` is what a client's definition may reach; `most_bytes` of messages are in one read."""
+        """`allow` is what clients' definitions may reach. A read returns up to `most_bytes` of messages."""
         self.manager, self.allow, self._most_bytes = manager, allow or Allow(), most_bytes
         self.new_deliveries = new_deliveries
-        self.clients: Clients | None = None  # set by the front end that has some
+        self.clients: Clients | None = None  # set by the MQTT front end
 
     async def call(
         self,
@@ -398,16 +398,17 @@ class Operations:
         room: int | None = None,
         turn: Turn = nullcontext,
     ) -> Result:
-        """Carry out one operation; raises StreamBridgeError or OSError.
+        """Carry out one operation. Raises StreamBridgeError or OSError.
 
-        A read returns at most `room` bytes of messages, and enters `turn()` to read them once they are there.
+        A read returns at most `room` bytes of messages. It enters `turn()` to read them once they are
+        available.
         """
         room = self._most_bytes if room is None else room
         call = Call(self, caller, room, turn)
         return cast("Result", await self.carry_out(name, _operation(name), call, request))
 
     def call_now(self, name: str, request: Request, caller: Identity) -> Result:
-        """The same for an operation that does not wait: all except appends, reads and purges."""
+        """The same for operations that do not wait: all except appends, reads and purges."""
         operation = _operation(name)
         _authorize(name, operation, request, caller, self.manager)
         with Change(name, caller, self.manager, request, operation.audit) as change:
@@ -417,7 +418,7 @@ class Operations:
         return cast("Result", result)
 
     async def carry_out(self, name: str, operation: Operation, call: Call, request: Request) -> Struct:
-        """Carry out an operation of any table, by its name there; raises StreamBridgeError or OSError."""
+        """Carry out an operation of any table, by its name. Raises StreamBridgeError or OSError."""
         _authorize(name, operation, request, call.caller, call.manager)
         with Change(name, call.caller, self.manager, request, operation.audit) as change:
             result = operation.carry_out(call, request)
@@ -435,7 +436,7 @@ class Operations:
         return self.manager.submit(name, payload, headers=self.headers(name, caller))
 
     def headers(self, name: str, caller: Identity) -> bytes:
-        """The headers of a message that a caller appends to a stream."""
+        """Return the headers of a message that a caller appends to a stream."""
         if not caller.client_id or not self.manager.wants_client(name):
             return b""
         return headers.encode(headers.Headers(client=caller.client_id))
@@ -465,7 +466,7 @@ def _authorize(
 
 
 def _ensure_nothing_denied(caller: Identity, name: str, manager: StreamManager) -> None:
-    """Raise Unauthorized if a stream stores what the caller is denied to read."""
+    """Raise Unauthorized if a stream stores topics that the caller is denied to read."""
     definition = manager.definitions.get(name)
     topics = [] if definition is None else definition.topics
     denied = caller.denied_to_read((*topics, f"streams/{name}", f"streams/{name}/#"))
@@ -484,10 +485,10 @@ def checked(
     raw: Mapping[str, Any] | MessageStreamDefinition,
     old: MessageStreamDefinition | None,
 ) -> MessageStreamDefinition:
-    """A definition that is valid and that the caller may define; raises InvalidDefinition or Unauthorized."""
+    """Return a valid definition that the caller may define. Raises InvalidDefinition or Unauthorized."""
     caller, manager = call.caller, call.manager
     definition = manager.check(raw)
-    if old is not None:  # or whoever takes a topic out could read what is stored of it
+    if old is not None:  # otherwise a caller could remove a topic and then read its stored messages
         _ensure_nothing_denied(caller, old.name, manager)
     for topic_filter in definition.topics:
         if not caller.may_read_all(topic_filter):
@@ -537,13 +538,13 @@ def _list(call: Call, request: ListStreams) -> Listed | Awaitable[Listed]:
 
 
 async def _list_details(call: Call, names: list[str], more: bool) -> Listed:
-    """The descriptions that fit into a reply, at least one."""
+    """Return the descriptions that fit into a reply, at least one."""
     infos: list[MessageStreamInfo] = []
     room = call.room
     for number, name in enumerate(names, 1):
         if not number % AT_ONCE:
             await asyncio.sleep(0)
-        with suppress(StreamNotFound):  # deleted meanwhile
+        with suppress(StreamNotFound):  # deleted in the meantime
             info = call.manager.describe(name)
             room -= len(msgspec.json.encode(info)) + len(name) + 3
             if room < 0 and infos:
@@ -644,7 +645,7 @@ async def _forget(call: Call, request: OfClient) -> Forgotten:
     return Forgotten(await _clients(call).forget(request.client))
 
 
-CLIENTS = "clients"  # the topic on which what is done to MQTT clients needs a right
+CLIENTS = "clients"  # the topic on which operations on MQTT clients need a right
 APPEND, READ = "appendMessage", "readMessages"
 OPERATIONS: dict[str, Operation] = {
     "createMessageStream": Operation(Define, ("manage",), _create, lambda _: "created"),

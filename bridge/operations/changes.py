@@ -1,7 +1,7 @@
-"""What the log and the audit log say of an operation: who has changed what, and who was refused.
+"""Writes the log and the audit log of operations: who changed what, and who was refused.
 
-`catalog` declares the operations, and calls this for each one, so that no front end can forget it. A change
-is what differs between the states of its stream before and after: definition, paused exports, oldest message.
+`catalog` calls this for each operation, so no front end can forget it. A change is the difference between the
+states of its stream before and after: definition, paused exports, oldest message.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ log = logging.getLogger("bridge.operations.catalog")  # the name that log lines 
 
 
 def refused(name: str, caller: Identity, on: str, error: Exception) -> None:
-    """A caller has no right to an operation."""
+    """Record that a caller has no right to an operation."""
     _record(name, "refused", caller, on, why=str(error))
 
 
 class Change:
-    """An operation, while it is carried out; `result` is what came of it.
+    """An operation in progress; `result` is its result.
 
-    Without `text`, which makes a sentence from the result, it changes nothing that is worth a line.
+    `text` makes a sentence from the result. Without it, the operation changes nothing that is worth a line.
     """
 
     result: Struct | None = None
@@ -82,7 +82,7 @@ class Change:
         )
 
     def _state(self) -> dict[str, Any]:
-        """What an operation can change; empty if there is no stream, or no audit log."""
+        """Return the state that an operation can change; empty without a stream or an audit log."""
         if self._text is None or not audit.active():
             return {}
         definition = self._manager.definitions.get(self._stream)

@@ -1,12 +1,12 @@
 """Requests and replies as bytes: JSON (bytes in base64) or CBOR, for any transport that carries messages.
 
-A body is the request's map. Its first byte tells the encoding: a CBOR map begins with 0xA0 to 0xBF. It is
-nested 16 deep at most. The reply has the same encoding:
+A body is the request's map. Its first byte reveals the encoding: a CBOR map begins with 0xA0 to 0xBF. It may
+be nested at most 16 deep. The reply has the same encoding:
 
     {"requestId": ..., "status": 0, "statusName": "Success", <the operation's result>}
     {"requestId": ..., "status": 5, "statusName": "ResourceNotFound", "errorMessage": ...}
 
-A reply has at most the number of bytes that its transport accepts: a read returns fewer messages, and a reply
+A reply has at most as many bytes as its transport accepts. A read then returns fewer messages, and a reply
 that still does not fit becomes the error ResponsePayloadTooLarge.
 """
 
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from bridge.operations.catalog import Operations
 
 ENVELOPE = 4 * 1024  # bytes of a reply besides the messages
-PER_MESSAGE = 128  # bytes of a message in a reply besides its payload, names and headers
+PER_MESSAGE = 128  # bytes per message in a reply, besides payload, names and headers
 _DELIVERIES = cbor2.dumps("deliveries")
 _of_headers = attrgetter("headers")
 
 
 async def answer(operations: Operations, name: str, body: bytes, limit: int, caller: Identity) -> bytes:
-    """Carry out one encoded request; returns the encoded reply, of at most `limit` bytes.
+    """Carry out one encoded request. Returns the encoded reply, of at most `limit` bytes.
 
-    No request makes it raise an error.
+    It raises no error, whatever the request is.
     """
     in_cbor = _is_cbor(body)
     room = limit - ENVELOPE if in_cbor else (limit - ENVELOPE) * 3 // 4
@@ -66,12 +66,12 @@ async def answer(operations: Operations, name: str, body: bytes, limit: int, cal
 
 
 def refusal(body: bytes, why: str) -> bytes:
-    """The encoded reply to a request that is not carried out."""
+    """Return the encoded reply to a request that is not carried out."""
     return _failure(_request_id(body), StreamBridgeError(why), in_cbor=_is_cbor(body))
 
 
 def decode(name: str, body: bytes) -> Request:
-    """The request for an operation; raises UnknownOperation or InvalidRequest."""
+    """Decode the request for an operation. Raises UnknownOperation or InvalidRequest."""
     operation = OPERATIONS.get(name)
     if operation is None:
         raise UnknownOperation(f"there is no operation {name!r}; known: {', '.join(OPERATIONS)}")
@@ -166,7 +166,7 @@ class StoredMessage(Struct, rename="camel", omit_defaults=True):
     payload: bytes
     topic: str = ""
     headers: headers.Headers | None = None
-    deliveries: int = 0  # of a consumer: how often, with this time
+    deliveries: int = 0  # of a consumer: how often it was delivered, including this time
 
 
 def _for_json(found: Found, room: int) -> list[StoredMessage]:
@@ -229,7 +229,7 @@ def _begins(stream: str, rows: Sequence[StreamMessage], entries: int) -> Iterabl
 
 
 def _fitting(found: Found, ends: list[int], room: int) -> int:
-    """How many messages to return, if the first n+1 take `ends[n]` bytes."""
+    """Return how many messages to return, if the first n+1 take `ends[n]` bytes."""
     return max(bisect_right(ends, room), found.least)
 
 

@@ -49,7 +49,7 @@ def checked(raw: Mapping[str, Any] | MessageStreamDefinition, registry: Registry
 
 
 def stored(name: str, definition: bytes | None) -> MessageStreamDefinition:
-    """A stored definition, or the default one if it is lost or cannot be read.
+    """Decode a stored definition; return the default one if it is lost or cannot be read.
 
     Unknown keys were written by another version, and are ignored.
     """
@@ -63,7 +63,7 @@ def stored(name: str, definition: bytes | None) -> MessageStreamDefinition:
 
 
 def settings_of(definition: MessageStreamDefinition) -> StorageSettings:
-    """The settings in a definition that the store needs."""
+    """Return the settings of a definition that the store needs."""
     limits = definition.limits
     return StorageSettings(
         max_size=definition.max_size,
@@ -80,7 +80,7 @@ def settings_of(definition: MessageStreamDefinition) -> StorageSettings:
 
 
 def _message_limits(limits: Limits) -> MessageLimits:
-    """The limits under the store's names. One that the store lacks is a TypeError, never ignored."""
+    """Return the limits by the store's names. A limit that the store lacks is a TypeError, never ignored."""
     values = msgspec.structs.asdict(limits)
     values["max_age"] = values.pop("max_age_millis")
     values["discard_new"] = values.pop("discard") == "new"

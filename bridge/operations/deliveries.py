@@ -1,8 +1,8 @@
 """The operations of the Firehose API on delivery streams, each declared once: request, right, result.
 
-A delivery stream is a stream with one export to where its records go: `s3Delivery`, made of the S3
-destination that a client names, or `firehose`, which the configuration declares. Other exports, such as
-consumers, do not matter here. All else that the API stores is `delivery` in the stream's definition.
+A delivery stream is a stream with one export to its destination: `s3Delivery`, made from the S3 destination
+that a client names, or `firehose`, which the configuration declares. Other exports, such as consumers, do not
+matter here. Everything else that the API stores is `delivery` in the stream's definition.
 
     operation                        right             on the stream
     CreateDeliveryStream             manage            create
@@ -17,22 +17,22 @@ consumers, do not matter here. All else that the API stores is `delivery` in the
     UntagDeliveryStream              manage            update
     UpdateDestination                manage            update, if the version is the current one
 
-Names, ranges and defaults are those of the API reference of Data Firehose, version 2015-08-04. Where it
-leaves room, these rules apply:
+Names, ranges and defaults are those of the API reference of Data Firehose, version 2015-08-04. Where it is
+silent, these rules apply:
 
 * A stream is ACTIVE as soon as it is created: its records are stored from then on, whatever the destination
-  does. CREATING is never seen.
-* A deleted stream is DELETING until its exports have passed all that it holds: this API puts no more records
-  to it, and those that it has acknowledged arrive. With AllowForceDelete it is deleted at once, with its
-  records, also if it is DELETING already.
-* A stream that the configuration declares is neither deleted nor given another destination here. Its topics
-  would lose their stream, and messages on them would be acknowledged but not stored.
+  does. The status CREATING does not occur.
+* A deleted stream is DELETING until its exports have passed all of its records: this API puts no more records
+  to it, and acknowledged ones still arrive. With AllowForceDelete it is deleted at once, with its records,
+  even if it is already DELETING.
+* A stream that the configuration declares can be neither deleted nor given another destination here. Its
+  topics would lose their stream, and messages on them would be acknowledged but not stored.
 * Encryption is that of the gateway, with its own key, which stands for AWS_OWNED_CMK. A stream is ENABLING or
-  DISABLING until its newest segment is as it should be: for the time of a commit at most. Older segments stay
-  as they are until they are exported and dropped.
-* A record id is `<epoch>-<number>`: it never comes twice on a gateway, and names the stored message.
-* A result means that the records are stored, in a stream with `flush_on_write` on the disk. A record that
-  cannot be stored fails alone, with ServiceUnavailableException; it can be sent again.
+  DISABLING until its newest segment complies, at most for the time of a commit. Older segments stay as they
+  are until they are exported and dropped.
+* A record id is `<epoch>-<number>`. It is unique on a gateway, and identifies the stored message.
+* A result means that the records are stored; with `flush_on_write`, on the disk. A record that cannot be
+  stored fails alone, with ServiceUnavailableException, and can be sent again.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Tag(Struct, rename="pascal", frozen=True):
 
 
 class Encryption(Struct, rename="pascal", frozen=True):
-    """With whose key AWS encrypts the records of a stream."""
+    """The owner of the key with which AWS encrypts the records of a stream."""
 
     key_type: Literal["AWS_OWNED_CMK", "CUSTOMER_MANAGED_CMK"]
 
@@ -224,13 +224,13 @@ class Created(Struct):
 
 
 class Deleted(Done):
-    """No result for the client. `at_once`: the stream is gone; otherwise it will be once it is exported."""
+    """No result for the client. `at_once`: the stream is gone; otherwise it goes once it is exported."""
 
     at_once: bool = True
 
 
 class Described(Struct, rename="pascal"):
-    """A delivery stream, in the terms of the API."""
+    """A delivery stream, as the API describes it."""
 
     delivery_stream_description: dict[str, Any]
 
@@ -257,7 +257,7 @@ class PutDone(Struct, rename="pascal"):
 
 
 class PutEntry(Struct, rename="pascal", omit_defaults=True, gc=False):
-    """What became of a record: its id, or why it is not stored."""
+    """The result of a record: its id, or why it is not stored."""
 
     record_id: str = ""
     error_code: str = ""
@@ -265,7 +265,7 @@ class PutEntry(Struct, rename="pascal", omit_defaults=True, gc=False):
 
 
 class PutBatchDone(Struct, rename="pascal"):
-    """What became of each record, in their order."""
+    """The results of the records, in their order."""
 
     failed_put_count: int
     request_responses: list[PutEntry]
@@ -276,7 +276,7 @@ class PutBatchDone(Struct, rename="pascal"):
 
 
 def export_to(definition: MessageStreamDefinition) -> tuple[str, dict[str, Any]] | None:
-    """The kind and the export of a delivery stream; None if the stream is none."""
+    """Return the kind and the export of a delivery stream; None if the stream is not one."""
     found = [(kind, raw) for kind in KINDS for raw in definition.export_definition.get(kind, ())]
     return found[0] if len(found) == 1 else None
 
@@ -304,7 +304,7 @@ def _change(call: Call, definition: MessageStreamDefinition, **changes: Any) -> 
 
 
 def _active(definition: MessageStreamDefinition) -> Delivery:
-    """What is stored of a delivery stream that is not being deleted; raises StreamInUse."""
+    """Return the `delivery` of a delivery stream that is not being deleted. Raises StreamInUse."""
     delivery = definition.delivery or Delivery()
     if delivery.deleting:
         raise StreamInUse(f"the delivery stream {definition.name!r} is being deleted")
@@ -312,7 +312,7 @@ def _active(definition: MessageStreamDefinition) -> Delivery:
 
 
 def _destination(request: Create | UpdateDestination) -> S3Destination:
-    """The S3 destination of a request; raises InvalidRequest for any other, and unless there is just one."""
+    """Return the S3 destination of a request. Raises InvalidRequest unless there is exactly one, in S3."""
     for member, name in zip(request.__struct_fields__, request.__struct_encode_fields__, strict=True):
         if member.endswith(("_destination_configuration", "_destination_update")) and getattr(
             request, member
@@ -381,12 +381,12 @@ def _delete(call: Call, request: Delete) -> Deleted:
 def _describe(call: Call, request: Describe) -> Described:
     definition, kind, export = _found(call.manager, request.stream)
     delivery = definition.delivery or Delivery()
-    # What lies behind a delivery stream in AWS is unknown here.
+    # The destination of a delivery stream in AWS is unknown here.
     only_id = {"DestinationId": DESTINATION}
     destination = destinations.described(export, delivery) if kind == destinations.KIND else only_id
     after = request.exclusive_start_destination_id
     created = delivery.created
-    if created is None:  # an epoch is when its stream was created, or later if the clock was not synchronised
+    if created is None:  # the epoch is the time of creation, or later if the clock was not synchronised
         created = min(call.manager.stream(request.stream).epoch, _now())
     times = {"CreateTimestamp": created, "LastUpdateTimestamp": delivery.updated}
     return Described(
@@ -533,7 +533,7 @@ async def _put_batch(call: Call, request: PutBatch) -> PutBatchDone:
 async def _append(
     call: Call, name: str, records: Sequence[Record]
 ) -> tuple[Stream, list[int] | list[int | StreamError]]:
-    """Append each record by itself; returns its number once that is stored, or why it is not."""
+    """Append each record on its own. Returns its number once it is stored, or why it is not."""
     definition, _, _ = _found(call.manager, name)
     if definition.delivery is not None and definition.delivery.deleting:
         raise StreamNotFound(f"the delivery stream {name!r} is being deleted and takes no more records")

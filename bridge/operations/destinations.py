@@ -4,8 +4,8 @@
 updates have in common; one that is absent keeps its value, or gets AWS's default. Source: API reference of
 Data Firehose, version 2015-08-04.
 
-What a gateway cannot do is refused with the reason, never accepted and ignored, with one exception: logs in
-CloudWatch. A description says that they are disabled.
+Features that a gateway lacks are refused with the reason, never accepted and ignored. The only exception is
+logging to CloudWatch, which descriptions show as disabled.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Processing(_Shape, frozen=True):
 
 
 class Switch(_Shape, frozen=True):
-    """A feature that can be enabled; only that is looked at."""
+    """A feature that can be enabled; only that flag is used."""
 
     enabled: bool | None = None
 
@@ -103,9 +103,9 @@ class S3Destination(_Shape, frozen=True):
 
 
 def export_of(new: S3Destination, old: dict[str, Any] | None) -> dict[str, Any]:
-    """The export (camelCase) for a destination, or for the update of what was `old`.
+    """Return the export (camelCase) for a destination, or for the update of the export `old`.
 
-    Raises InvalidRequest for what a gateway cannot do.
+    Raises InvalidRequest for features that a gateway lacks.
     """
     _refuse(new)
     export: dict[str, Any] = {"identifier": DESTINATION} if old is None else dict(old)
@@ -129,7 +129,7 @@ def export_of(new: S3Destination, old: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def delivery_of(new: S3Destination, old: Delivery) -> Delivery:
-    """What is stored besides the export."""
+    """Return the values that are stored besides the export."""
     return msgspec.structs.replace(
         old,
         role_arn=old.role_arn if new.role_arn is None else new.role_arn,
@@ -158,7 +158,7 @@ def _refuse(new: S3Destination) -> None:
 
 
 def _delimiter(processing: Processing | None) -> str | None:
-    """The delimiter of AppendDelimiterToRecord; None if nothing is said about processors."""
+    """Return the delimiter of AppendDelimiterToRecord; None if processors are not mentioned."""
     if processing is None:
         return None
     delimiter = ""

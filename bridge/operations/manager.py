@@ -59,14 +59,14 @@ from bridge.streams.store import StreamStore, in_slices
 from bridge.streams.stream import Stream
 from bridge.topics import is_topic_filter, matches
 
-PURGE_STEP = 10_000  # messages that a purge reads or drops before other clients are served
+PURGE_STEP = 10_000  # messages that a purge reads or drops at a time before others are served
 REPORT_INTERVAL = 0.05  # seconds between reports of commit positions to the export worker
 
 log = logging.getLogger(__name__)
 
 
 class Exports(Protocol):
-    """The export side, as the manager uses it; the defaults are those of one that exports nothing."""
+    """The exports, as the manager uses them. The default methods export nothing."""
 
     def define(
         self,
@@ -83,7 +83,7 @@ class Exports(Protocol):
         return
 
     def pending(self, name: str) -> dict[str, list[Record]]:
-        """By export, the first pending records; called before a stream is deleted."""
+        """Return the first pending records of each export. Called before a stream is deleted."""
         return {}
 
     def forget(self, name: str, pending: dict[str, list[Record]] | None = None) -> None:
@@ -97,17 +97,17 @@ class Exports(Protocol):
         return []
 
     def exported_upto(self, name: str) -> int | None:
-        """The lowest number not yet passed by all enabled exports, 0 while unknown; None without any."""
+        """Return the lowest number not yet passed by all enabled exports; 0: unknown, None: no exports."""
         return None
 
 
 class StreamManager:
-    """The operations. Use from the event loop's thread."""
+    """The operations. Must be used in the event loop's thread."""
 
     def __init__(
         self, store: StreamStore, registry: Registry, exports: Exports, read_step: int = STEP
     ) -> None:
-        """`read_step` is how many bytes a read takes before other clients have their turn."""
+        """`read_step` is how many bytes are read at a time before other clients are served."""
         self.store, self.registry, self._exports = store, registry, exports
         self.definitions: dict[str, MessageStreamDefinition] = {}
         self.declared: frozenset[str] = frozenset()  # the names that the configuration declares
@@ -126,11 +126,11 @@ class StreamManager:
 
     @property
     def under_pressure(self) -> bool:
-        """Whether too much is pending for the disk: front ends stop reading from publishers."""
+        """Return whether too much is pending for the disk, so publishers must be held."""
         return self.store.committer.under_pressure
 
     def gather(self, do: Callable[[], None]) -> None:
-        """Call `do`, and commit at once what it appends: it has all that there is for now."""
+        """Call `do`, which appends everything that has arrived, and commit that at once."""
         self.store.committer.gather(do)
 
     # -- bindings --------------------------------------------------------------------------------
@@ -139,18 +139,18 @@ class StreamManager:
         return self.bindings.match(topic)
 
     def wants_client(self, name: str) -> bool:
-        """Whether an export of the stream uses the publisher's client id, so that headers must have it."""
+        """Return whether an export of the stream uses the publisher's client id, so headers must have it."""
         definition = self.definitions.get(name)
         return definition is not None and b"{client}" in msgspec.json.encode(definition.export_definition)
 
     def declare(self, names: Iterable[str]) -> None:
-        """Take the names that the configuration declares, and stop refusing messages for all others."""
+        """Set the names that the configuration declares, and stop refusing messages for all others."""
         self.declared = frozenset(names)
         self.bindings.refuse_only(self.declared)
         self._refuse_unopened()
 
     def _refuse_unopened(self) -> None:
-        """Refuse messages for streams that could not be opened, on the topics that are known."""
+        """Refuse messages for streams that could not be opened, as far as their topics are known."""
         for name, unopened in self.store.unopened.items():
             if name not in self.bindings.refused:
                 self.bindings.refuse(stored(name, unopened.definition), unopened.why)
@@ -164,7 +164,7 @@ class StreamManager:
         self.bindings.changed()
 
     def _define_exports(self, stream: Stream, definition: MessageStreamDefinition) -> None:
-        """Tell the export side of its exports, and the consumers of theirs."""
+        """Define the exports and consumers of a stream."""
         exports, paused = definition.export_definition, stream.meta.paused
         self.consumers.define(stream, exports.get(KIND, ()), paused)
         if KIND in exports:
@@ -195,12 +195,12 @@ class StreamManager:
         self._set_exported(stream)
 
     def _set_exported(self, stream: Stream) -> None:
-        """Let the stream know what all its exports and consumers have passed."""
+        """Update how far all exports and consumers of the stream have got."""
         both = self._exports.exported_upto(stream.name), self.consumers.settled_upto(stream.name)
         stream.exported_upto = min((upto for upto in both if upto is not None), default=None)
 
     async def refresh(self) -> None:
-        """Exchange positions with the export side; called periodically, since limits also drop by age."""
+        """Exchange positions with the exports. Called periodically, because limits also drop by age."""
         streams = list(self.store.streams.values())
         async for some in in_slices(streams):
             for stream in some:
@@ -217,12 +217,12 @@ class StreamManager:
         return checked(raw, self.registry)
 
     def version(self, name: str) -> str:
-        """The version of a definition, for `update`; it differs after each change. Raises StreamNotFound."""
+        """Return the version of a definition, for `update`. Each change changes it. Raises StreamNotFound."""
         meta = self.stream(name).meta
         return hashlib.sha256(b"%d %b" % (meta.epoch, meta.definition or b"")).hexdigest()[:16]
 
     def create(self, raw: Mapping[str, Any] | MessageStreamDefinition) -> Stream:
-        """createMessageStream. Raises InvalidRequest, also if the name exists, or StorageFailed."""
+        """createMessageStream. Raises InvalidRequest, for example if the name exists, or StorageFailed."""
         definition = self.check(raw)
         if definition.name in self.store.streams:
             raise StreamInUse(f"a stream named {definition.name!r} exists already")
@@ -236,13 +236,13 @@ class StreamManager:
     def update(self, raw: Mapping[str, Any] | MessageStreamDefinition, if_version: str | None = None) -> None:
         """updateMessageStream: the whole definition is replaced, exports are matched by identifier.
 
-        An export that is paused stays paused, as long as there is one of its identifier.
+        A paused export stays paused, as long as the definition has an export with its identifier.
 
         A `maxSize` below the stored size takes effect at once: the messages that the new definition allows to
         drop (exported segments, or the oldest) are dropped, no others. The stream is then full until there is
-        room.
+        space.
 
-        With `if_version`, only if that is still its `version`: then two clients that change one definition do
+        With `if_version`, only if that is still its `version`, so two clients that change one definition do
         not undo each other's changes.
 
         Raises StreamNotFound, InvalidRequest, UpdateNotAllowed, UpdateFailed or StorageFailed; then nothing
@@ -263,12 +263,12 @@ class StreamManager:
                 "delete the stream and create it again",
             )
         self._check_starts(stream, old, definition)
-        stream.exported_upto = None  # of the old exports; `_report` sets that of the new ones
+        stream.exported_upto = None  # belongs to the old exports; `_report` sets that of the new ones
         with _all_or_nothing("updated", stream.name, self.store.data_dir):
             self.store.admit(settings_of(definition))
             kept = tuple(one for one in stream.meta.paused if one in identifiers(definition))
             stream.configure(settings_of(definition), msgspec.json.encode(definition), kept)
-        # Without a notification in between: front ends would take the stream and its topics for deleted.
+        # No notification in between, or front ends would take the stream and its topics for deleted.
         self._unbind(stream)
         self._adopt(stream, definition)
 
@@ -304,7 +304,7 @@ class StreamManager:
         self.consumers.forget(name)
 
     def report_deleting(self) -> None:
-        """Log which streams are still being deleted, and what each waits for; called at the start."""
+        """Log which streams are still being deleted, and what each one waits for. Called at the start."""
         for name, definition in self.definitions.items():
             if definition.delivery is not None and definition.delivery.deleting:
                 log.warning(
@@ -322,7 +322,7 @@ class StreamManager:
         try:
             self.delete(stream.name)
         except StorageFailed as error:
-            log.error("%s", error, extra={"stream": stream.name})  # tried again at the next refresh
+            log.error("%s", error, extra={"stream": stream.name})  # retried at the next refresh
         else:
             log.info("stream deleted, all of it was exported", extra={"stream": stream.name})
 
@@ -356,7 +356,7 @@ class StreamManager:
         """describeMessageStream. Raises StreamNotFound."""
         stream = self.stream(name)
         newest, topics = stream.newest(), None
-        with suppress(StreamError):  # the disk; all else is known
+        with suppress(StreamError):  # the disk fails; everything else is known
             topics = stream.last_by_topic()
         return MessageStreamInfo(
             definition=self.definitions[name],
@@ -375,12 +375,12 @@ class StreamManager:
         )
 
     def _time_of(self, stream: Stream, number: int | None) -> int | None:
-        """When a message was received; that of the last one asked for is known."""
+        """Return when a message was received; recent results are cached."""
         if number is None:
             return None
         known = self._times.setdefault(stream, {})
         if number not in known:
-            if len(known) > 1:  # the oldest and the newest one of the last time
+            if len(known) > 1:  # it has the oldest and the newest message of the last call
                 known.clear()
             time = stream.ingest_time(number)
             if time is None:
@@ -395,9 +395,9 @@ class StreamManager:
         return with_pauses(found, paused) if paused else found
 
     def pause(self, name: str, export: str | None, *, paused: bool) -> list[str]:
-        """pauseExports, resumeExports: one export of a stream, or all; returns which are paused, or were.
+        """pauseExports, resumeExports: one export of a stream, or all. Returns the exports concerned.
 
-        The batch in flight ends first. A paused export keeps its position, and holds data back as before
+        The batch in flight ends first. A paused export keeps its position, and still holds data back
         (`retention`). Raises StreamNotFound, ExportNotFound or StorageFailed.
         """
         stream, wanted = self.stream(name), self._exports_of(name, export)
@@ -410,10 +410,10 @@ class StreamManager:
         return wanted if paused else [identifier for identifier in wanted if identifier in known]
 
     def retry(self, name: str, export: str | None) -> list[str]:
-        """retryExports: let one export of a stream, or all that may, send what it has now; returns which.
+        """retryExports: let one export of a stream, or all that may, send now. Returns which.
 
-        Also one that has stopped, or whose batch is not full yet. Raises StreamNotFound, ExportNotFound, or
-        InvalidRequest for an export that is paused, disabled or a consumer.
+        This includes exports that have stopped, or whose batch is not full yet. Raises StreamNotFound,
+        ExportNotFound, or InvalidRequest for an export that is paused, disabled or a consumer.
         """
         stream = self.stream(name)
         paused = stream.meta.paused
@@ -429,12 +429,12 @@ class StreamManager:
         if export in resting:
             raise InvalidRequest(f"export {export!r} of stream {name!r} {resting[export]}")
         wanted = [identifier for identifier in wanted if identifier not in resting]
-        self._report(stream)  # what was stored just now is sent too
+        self._report(stream)  # so that messages stored just now are sent too
         self._exports.retry(name, wanted)
         return wanted
 
     def _exports_of(self, name: str, export: str | None) -> list[str]:
-        """The identifiers of all exports of a stream, or the one that is asked for."""
+        """Return the identifiers of all exports of a stream, or the requested one."""
         known = identifiers(self.definitions[name])
         if export is None:
             return known
@@ -498,7 +498,7 @@ class StreamManager:
         if message_id.startswith(SCOPED):
             raise InvalidRequest(f"stream {name!r}: a messageId must not begin with {SCOPED!r}")
         if message_id:
-            stream.find(message_id)  # which begins the window
+            stream.find(message_id)  # begins the window
         return stream, stream.append(f"{STREAM_TOPICS}{name}".encode(), payload, headers, message_id)
 
     async def read(
@@ -526,7 +526,7 @@ class StreamManager:
         holder: str,
         max_bytes: int = MOST_BYTES,
     ) -> list[Delivery]:
-        """fetchMessages: lease messages to a client, `holder`; waits up to `wait` seconds for the first one.
+        """fetchMessages: lease messages to the client `holder`. Waits up to `wait` seconds for the first one.
 
         Raises StreamNotFound, ConsumerNotFound, and the errors of `Consumer.fetch`.
         """
@@ -543,11 +543,11 @@ class StreamManager:
         return other
 
     def close(self) -> None:
-        """Close the files of the consumers; the store is closed by itself."""
+        """Close the files of the consumers. The store is closed separately."""
         self.consumers.close()
 
     async def sync(self, names: Iterable[str]) -> set[str]:
-        """Bring what these streams have committed to the disk; returns those that cannot be synced.
+        """Sync the committed messages of these streams. Returns those that cannot be synced.
 
         Raises StreamNotFound.
         """
@@ -558,9 +558,9 @@ class StreamManager:
     async def purge(self, name: str, *, upto: int | None = None, topic: str | None = None) -> int:
         """purgeMessageStream: drop all messages, those below number `upto`, or those on a topic filter.
 
-        Returns how many were dropped; numbering continues. For a topic filter the stream is read, while other
-        clients are served, and matching messages are dropped in steps. In a stream with a limit of bytes or
-        per topic, which counts its messages again after each drop, they are dropped all together at the end.
+        Returns how many were dropped. Numbering continues. For a topic filter, the stream is read while other
+        clients are served, and matching messages are dropped in steps. A stream with a limit of bytes or per
+        topic counts its messages again after each drop, so there they are all dropped together at the end.
 
         Raises StreamNotFound, InvalidRequest, CorruptData or OSError; then some may have been dropped.
         """
@@ -600,7 +600,7 @@ def _all_or_nothing(what: str, name: str, place: Path) -> Iterator[None]:
 
 
 def first_free(data_dir: Path, name: str, epoch: int) -> int:
-    """The lowest number that the next message of a stream may have: no export or consumer has seen it."""
+    """Return the lowest number for the next message of a stream, which no export or consumer has seen."""
     return max(highest_exported(data_dir, name, epoch), highest_delivered(data_dir, name, epoch)) + 1
 
 

@@ -5,8 +5,8 @@
   clients.
 * A waiting read is woken by the commit that completes its minimum (see `waiting`), and is answered before its
   time-out.
-* One reader per stream stays open, since opening one costs more than a small read. A reader that was not used
-  recently is closed: an open file takes disk space even after retention has deleted it.
+* One reader per stream stays open, because opening one costs more than a small read. A reader that was not
+  used recently is closed, because an open file takes disk space even after retention has deleted it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from bridge.topics import matches
 
 MOST_BYTES = 256 * 1024 * 1024  # of one read, however large its minimum
 STEP = 16 * 1024 * 1024
-ROUNDS = 10  # in which messages are looked up that were replaced while others were read
-FEW = 50  # messages that are far from each other
-MANY = 10_000  # messages; reading them takes some ten milliseconds, in which no other client is served
+ROUNDS = 10  # attempts to read the newest messages while newer ones replace them
+FEW = 50  # messages that are not adjacent, read at a time
+MANY = 10_000  # messages; reading them takes tens of milliseconds, in which no other client is served
 
-Turn = Callable[[], AbstractAsyncContextManager[None]]  # entered once the messages are there, to read them
+Turn = Callable[[], AbstractAsyncContextManager[None]]  # entered to read available messages
 
 
 class ReadMessagesOptions(Struct, rename="camel", kw_only=True, frozen=True, forbid_unknown_fields=True):
     """The options of a read: those of the SDK's class of this name, our `topic` filter, and `last_per_topic`.
 
-    The latter reads the newest message of each topic only, at most `MANY` by default.
+    `last_per_topic` reads only the newest message of each topic, by default of at most `MANY` topics.
     """
 
     desired_start_sequence_number: Annotated[int, Meta(ge=0, le=MAX_INT64)] = 0
@@ -50,10 +50,10 @@ class ReadMessagesOptions(Struct, rename="camel", kw_only=True, frozen=True, for
 
 
 class Reads:
-    """Carries out reads of all streams. For the event loop's thread."""
+    """Carries out reads of all streams. Must be used in the event loop's thread."""
 
     def __init__(self, step: int = STEP) -> None:
-        """`step` is how many bytes are read before other clients have their turn."""
+        """`step` is how many bytes are read at a time before other clients are served."""
         self.waiting, self._step = Waiting(), step
         self._readers: dict[Stream, StreamReader] = {}
         self._used: set[Stream] = set()
@@ -61,9 +61,9 @@ class Reads:
     async def read(
         self, stream: Stream, options: ReadMessagesOptions, max_bytes: int, turn: Turn = nullcontext
     ) -> list[StreamMessage]:
-        """Read messages; raises InvalidRequest, NotEnoughMessages, ResponseTooLarge or CorruptData.
+        """Read messages. Raises InvalidRequest, NotEnoughMessages, ResponseTooLarge or CorruptData.
 
-        Raises StreamNotFound if the stream is deleted meanwhile.
+        Raises StreamNotFound if the stream is deleted during the read.
         """
         least = options.min_message_count
         if (options.max_message_count or least) < least:
@@ -91,9 +91,9 @@ class Reads:
     async def _last_per_topic(
         self, stream: Stream, options: ReadMessagesOptions, max_bytes: int, turn: Turn
     ) -> list[StreamMessage]:
-        """The newest message of each topic, by number: from the books of the limit per topic.
+        """Return the newest message of each topic, by number, from the table of the limit per topic.
 
-        A topic that gets another message meanwhile is in the result with one of the two.
+        If a topic gets another message during the read, the result has one of the two.
         """
         if options.read_timeout_millis:
             raise InvalidRequest("lastPerTopic: it does not wait; leave out readTimeoutMillis")
@@ -145,7 +145,7 @@ class Reads:
         position: int,
         max_bytes: int,
     ) -> int:
-        """Read from `position` into `found`; returns where to read on."""
+        """Read from `position` into `found`. Returns where to continue."""
         least = options.min_message_count
         most = options.max_message_count or least
         size = sum(len(row.payload) + len(row.topic) for row in found)
@@ -177,7 +177,7 @@ class Reads:
         return position
 
     def rows(self, stream: Stream, position: int, end: int, most: int, max_bytes: int) -> list[StreamMessage]:
-        """What is stored of position..end-1, as `StreamReader.read`; damage is set aside first."""
+        """Return the stored messages of position..end-1, as `StreamReader.read`; quarantine damage first."""
         if stream.closed:
             return []
         reader = self._readers.get(stream)
@@ -194,12 +194,12 @@ class Reads:
                 healed.add(error.segment)  # the next segment may be damaged too
 
     def gone(self, stream: Stream) -> None:
-        """A stream was deleted, or its settings have changed: waiting reads check again."""
+        """Let waiting reads check again, because a stream was deleted or its settings have changed."""
         self.waiting.wake_all(stream)
         self._close(stream)
 
     def tidy(self) -> None:
-        """Close the readers that were not used since the last call."""
+        """Close readers that were not used since the last call."""
         for stream in self._readers.keys() - self._used:
             self._close(stream)
         self._used.clear()
@@ -215,7 +215,7 @@ def _matches(topic_filter: str | None, topic: bytes) -> bool:
 
 
 def _deadline(options: ReadMessagesOptions) -> float | None:
-    """The loop's time at which a wait must end: a late reply breaks the SDK's client."""
+    """Return the loop's time at which a wait must end, because a late reply breaks the SDK's client."""
     if not options.read_timeout_millis:
         return None
     return asyncio.get_running_loop().time() + max(0.0, options.read_timeout_millis * 0.95 - 20) / 1000

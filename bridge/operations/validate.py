@@ -1,4 +1,4 @@
-"""The rules of a stream's definition that its types cannot express.
+"""Rules for a stream's definition that its types cannot express.
 
 The StreamManager raises the first mistake. `streambridge check` reports all of them, with the keys of the
 file. The plugin of an export checks its options (`Registry.config`).
@@ -15,7 +15,7 @@ from bridge.topics import REQUEST_LEVEL, is_topic_filter
 
 
 def mistakes(definition: MessageStreamDefinition) -> Iterator[InvalidDefinition]:
-    """All mistakes in a definition."""
+    """Yield all mistakes in a definition."""
     if (mistake := segment_size(definition)) is not None:
         yield mistake
     for number, topic in enumerate(definition.topics):
@@ -59,6 +59,6 @@ def segment_size(definition: MessageStreamDefinition) -> InvalidDefinition | Non
 
 
 def _is_bindable(topic_filter: str) -> bool:
-    """Whether a stream may have this filter among its topics."""
+    """Return whether a stream may have this filter among its topics."""
     first = topic_filter.split("/", 1)[0]
     return is_topic_filter(topic_filter) and not first.startswith("$") and first != REQUEST_LEVEL

@@ -1,7 +1,7 @@
 """Reads that wait for new messages, and are woken by the commit that completes their minimum.
 
 Each stream has a heap of waiting reads, ordered by the sequence number that they need. A commit compares the
-top of the heap and wakes only the reads that it completes: thousands of waiting reads cost a commit one
+top of the heap and wakes only the reads that it completes, so thousands of waiting reads cost a commit one
 comparison. There is no polling.
 """
 
@@ -19,7 +19,7 @@ _Entry = tuple[int, int, asyncio.Future[None]]  # the number needed, the order o
 
 
 class Waiting:
-    """The waiting reads of all streams. Use from the event loop's thread."""
+    """The waiting reads of all streams. Must be used in the event loop's thread."""
 
     def __init__(self) -> None:
         self._heaps: dict[Stream, list[_Entry]] = {}
@@ -31,7 +31,7 @@ class Waiting:
         return sum(map(len, self._heaps.values()))
 
     async def until(self, stream: Stream, next_sequence: int, deadline: float) -> None:
-        """Wait until the stream's next number is this, it is deleted, or the loop's time is `deadline`."""
+        """Wait until the stream has this next number or is deleted, or until `deadline` (loop time)."""
         loop = asyncio.get_running_loop()
         if stream.next_sequence >= next_sequence or loop.time() >= deadline:
             return
@@ -46,7 +46,7 @@ class Waiting:
                 self._timed_out()
 
     def wake(self, stream: Stream) -> None:
-        """A stream has grown."""
+        """Wake the reads that new messages of a stream complete."""
         heap = self._heaps.get(stream)
         if heap is None:
             return
@@ -56,7 +56,7 @@ class Waiting:
             del self._heaps[stream]
 
     def wake_all(self, stream: Stream) -> None:
-        """A stream has changed or was deleted: all waiting reads check again."""
+        """Wake all reads of a stream that has changed or was deleted, to check again."""
         for _, _, woken in self._heaps.pop(stream, ()):
             _wake(woken)
 

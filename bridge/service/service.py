@@ -5,7 +5,7 @@ and only then report ready. Declared streams are created or updated, never delet
 stream, the failure is logged and the others run.
 
 Stop (SIGTERM, SIGINT): stop reading from sockets, commit and acknowledge what was read, let batches in flight
-finish, sync everything, release the lock. A second signal ends the process at once; what was acknowledged is
+finish, sync everything, release the lock. A second signal ends the process at once; acknowledged messages are
 stored in either case.
 
 Reload (SIGHUP): read the configuration again. A mistake is logged and changes nothing. Each reload logs the
@@ -63,12 +63,12 @@ STOP_EXPORTS = 10.0  # seconds that batches in flight get at a stop
 REFRESH = 1.0
 EXPIRES_SOON = 24 * 3600  # seconds
 DESCRIPTORS = 65_536  # as in the systemd unit
-YOUNG = 10_000  # new objects until a garbage collection; a read of 1,000 messages must not cause one
-TWICE = 1.0  # seconds; an earlier second signal is the same one, sent to the process and to its group
+YOUNG = 10_000  # new objects before a garbage collection; a read of 1,000 messages must not cause one
+TWICE = 1.0  # seconds; two signals closer together are one, sent to the process and to its group
 
 
 def notify(state: str) -> None:
-    """Send systemd our state (sd_notify); without NOTIFY_SOCKET nothing happens."""
+    """Send systemd our state (sd_notify). Does nothing without NOTIFY_SOCKET."""
     address = os.environ.get("NOTIFY_SOCKET")
     if address:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
@@ -76,7 +76,7 @@ def notify(state: str) -> None:
 
 
 def _collect_keys(keys: Keys, store: StreamStore) -> None:
-    """Delete the keys that nothing is encrypted with any more."""
+    """Delete the opening keys that nothing needs any more."""
 
     def used() -> set[int] | None:
         found = store.openings()
@@ -100,8 +100,8 @@ async def _trim() -> None:
 def start(path: Path) -> None:
     """Run the service with this configuration until a signal stops it.
 
-    Raises StreamBridgeError or OSError if it cannot start; what this machine lacks is found before any file
-    is made.
+    Raises StreamBridgeError or OSError if it cannot start. Blockers on this machine are found before any file
+    is created.
     """
     config = configuration.load_config(path)
     if problems := blockers(path, config):
@@ -119,7 +119,7 @@ def run(config: Config) -> None:
 
 
 def _raise_descriptors() -> None:
-    """Raise the limit of open files: each device takes one, and a shell's soft limit is 1,024."""
+    """Raise the limit of open files, because each device takes one, and a shell's soft limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -127,7 +127,7 @@ def _raise_descriptors() -> None:
 
 
 def _most_streams() -> int | None:
-    """How many streams leave a quarter of the open files to clients and to everything else."""
+    """Return the number of streams that leaves a quarter of the open files to clients and everything else."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft * 3 // 4
 
@@ -136,21 +136,21 @@ class Service:
     """One running service."""
 
     def __init__(self, config: Config) -> None:
-        self._config = config  # of the start, also after a reload: settings that need a restart are those
+        self._config = config  # of the start, even after a reload, because some settings need a restart
         self._applied = config  # of the last reload that could be applied to [mqtt]
         self._named: tuple[Config, list[Path]] | None = None  # the files that a configuration names
         self._watch = Watch(self._watched, self._files_changed)
         self._warned: tuple[datetime | None, int] = (
             None,
             0,
-        )  # the end of revocation lists, and what was said of it
+        )  # the end of revocation lists, and whether it was reported
         self._stop = asyncio.Event()
         self._pending: set[asyncio.Future[Any]] = set()
         self._healing: set[str] = set()
         self._refused: dict[str, int] = {}
         self._signalled = False
-        self._mistakes: list[str] = []  # of the reload that is under way, for the audit log
-        self._steps = 0  # of the wall clock, that are in the audit log
+        self._mistakes: list[str] = []  # of the current reload, for the audit log
+        self._steps = 0  # steps of the wall clock that are in the audit log
 
     async def run(self) -> None:
         """Start, report ready, and stop on a signal."""
@@ -240,7 +240,7 @@ class Service:
             self._spawn(self._refresh())
             self._spawn(self._watch.run())
             self._spawn(_trim())
-            gc.freeze()  # objects of the start live as long as the process: no collection need visit them
+            gc.freeze()  # objects of the start live as long as the process, so collections can skip them
             gc.set_threshold(YOUNG, 20, 20)
             observer.phase = "running"
             streams = _count_streams(len(store.streams))
@@ -263,7 +263,7 @@ class Service:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Future[Any]) -> None:
-        """End the service after an error in a background task: systemd starts it again."""
+        """End the service after an error in a background task; systemd restarts it."""
         self._pending.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.critical("internal error, stopping: %r", error, exc_info=error)
@@ -285,7 +285,7 @@ class Service:
             self._record_clock()
             self._report_expiry()
             self._report_full_streams()
-            notify("WATCHDOG=1")  # from the event loop itself: if it is stuck, it sends none
+            notify("WATCHDOG=1")  # from the event loop, so that a stuck loop sends none
 
     def _record_clock(self) -> None:
         clock = self._manager.store.clock
@@ -295,7 +295,7 @@ class Service:
             audit.record("clock", why=f"the wall clock was set by {seconds:+.3f} s; steps: {clock.steps}")
 
     def _report_expiry(self) -> None:
-        """Say once that revocation lists expire, and once that they have."""
+        """Log once that revocation lists expire soon, and once that they have expired."""
         ends = self._front_end.crls_expire
         left = (ends - datetime.now(UTC)).total_seconds() if ends is not None else float("inf")
         said = 2 if left <= 0 else 1 if left < EXPIRES_SOON else 0
@@ -309,7 +309,7 @@ class Service:
 
     # -- streams from the configuration ----------------------------------------------------------
     def _reconcile(self, config: Config) -> list[str]:
-        """Create and update the declared streams; returns the names of those for which that failed.
+        """Create and update the declared streams. Returns the names of those for which that failed.
 
         An unavailable stream keeps its topics: messages for it are refused, not acknowledged and lost.
         """
@@ -381,7 +381,7 @@ class Service:
             yield from tomlfile.files_at(Path(self._config.path))
 
     def _files_changed(self, paths: list[Path]) -> None:
-        """Files have changed: apply them. Of the configuration, only the rules, roles and users apply now."""
+        """Apply changed files. Of the configuration, only the rules, roles and users apply now."""
         config, names = self._applied, ", ".join(map(str, paths))
         own = () if config.path is None else tuple(tomlfile.files_at(Path(config.path)))
         if any(path in own for path in paths):
@@ -399,7 +399,7 @@ class Service:
         self._report_reload(self._read_files(config), f"changed: {names}")
 
     def _read_files(self, config: Config) -> list[str]:
-        """Apply users, rules, keys, certificates and revocation lists; returns what could not be applied."""
+        """Apply users, rules, keys, certificates and revocation lists. Returns the mistakes."""
         failed = []
         try:
             if mistakes := config.auth.mistakes():
@@ -459,11 +459,11 @@ class Service:
             await self._manager.refresh()
 
     async def _append_status(self, stream: str, payload: bytes) -> None:
-        """Append to a status or dead-letter stream for an exporter: this process is the only writer."""
+        """Append to a status or dead-letter stream for an exporter, because only this process writes."""
         await self._manager.append(stream, payload)
 
     def _report_full_streams(self) -> None:
-        """Report streams that have refused messages since the last call to the plugins."""
+        """Report to the plugins which streams have refused messages since the last call."""
         for name, stream in self._manager.store.streams.items():
             refused = stream.counters.get("full", 0)
             if refused > self._refused.get(name, 0):

@@ -1,13 +1,13 @@
 """Notices changed files without a signal: users, access keys, tokens, certificates, revocation lists, rules.
 
-The files are those that the configuration names, and the configuration itself. Of that only the rules, roles
-and users apply: taking away a right must not wait. Streams, listeners and all else apply when somebody wants
-it (SIGHUP).
+The files are those that the configuration names, and the configuration itself. From the configuration, only
+the rules, roles and users apply, because revoking a right must not wait. Streams, listeners and everything
+else apply on SIGHUP.
 
-Every `interval` a thread looks at the modification time, the size and the inode of each file: a disk that
-hangs must not hold up the event loop, and an idle loop need not wake for this. A change counts once the next
-look, soon after, finds the same: a file that is being written is left alone. It is then read as with SIGHUP,
-all or nothing. A file that is wrong is reported once, and is read again when it changes again.
+Every `interval`, a thread checks the modification time, size and inode of each file. It is a thread because a
+disk that hangs must not block the event loop, and an idle loop need not wake for this. A change counts once a
+second check, soon after, finds the same, so a file that is being written is left alone. It is then read as
+with SIGHUP, all or nothing. An invalid file is reported once, and is read again when it changes again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-INTERVAL = 2.0  # seconds between two looks
-SETTLED = 0.2  # seconds until the next look after a change
+INTERVAL = 2.0  # seconds between two checks
+SETTLED = 0.2  # seconds until the next check after a change
 
 _Seen = dict[Path, tuple[int, int, int] | None]
 
