@@ -1,4 +1,4 @@
-"""`MqttFrontEnd`: what the service starts and stops, in either mode.
+"""`MqttFrontEnd`: the part of MQTT that the service starts and stops, in either mode.
 
 The mode "embedded" has a server, and an upstream for each [[upstream]]. The mode "external" has one upstream
 and no server.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from bridge.runtime import Runtime
 
 
-THREADS = 2  # the journal is synced, and a snapshot of it written
+THREADS = 2  # one to sync the journal, one to write a snapshot of it
 
 
 class MqttFrontEnd:
@@ -47,9 +47,9 @@ class MqttFrontEnd:
         gateway: str = "",
         auth: Auth | None = None,
     ) -> None:
-        """`runtime` is the running event loop's, unless another one is given; `stop` closes it.
+        """`runtime` is by default that of the running event loop; `stop` closes it.
 
-        `gateway` is this gateway's id, by which a message that has been here is known.
+        `gateway` is this gateway's id, which marks messages that have passed it.
         """
         self._config, self._operations, self._access = config, operations, access
         self._gateway, self._settings, self._auth = gateway, upstreams, auth
@@ -61,7 +61,7 @@ class MqttFrontEnd:
         self._change: asyncio.Task[None] | None = None  # of the upstreams, after a reload
 
     async def start(self) -> list[str]:
-        """Listen, and begin to connect; returns the listeners' urls, port 0 resolved.
+        """Listen, and start to connect. Returns the listeners' URLs with the actual ports.
 
         Raises ConfigError or OSError.
         """
@@ -84,7 +84,7 @@ class MqttFrontEnd:
         return urls
 
     async def stop(self) -> None:
-        """Stop reading, commit and acknowledge what was read, close."""
+        """Stop reading, commit and acknowledge received messages, close."""
         if self._change is not None:
             await asyncio.wait([self._change])
         for upstream in list(self._started):
@@ -118,14 +118,14 @@ class MqttFrontEnd:
     async def _exchange(
         self, before: asyncio.Task[None] | None, old: Collection[Upstream], fresh: Collection[Upstream]
     ) -> None:
-        """End upstreams, then begin others: two with one client id would end each other's connections."""
+        """End upstreams before starting others: two with one client id would end each other's connections."""
         if before is not None:
             await asyncio.wait([before])
         for upstream in old:
             if upstream in self._started:
                 await self._end(upstream)
         for upstream in fresh:
-            if upstream in self._upstreams.values():  # else another reload has replaced it
+            if upstream in self._upstreams.values():  # unless another reload has replaced it
                 await self._begin(upstream)
 
     async def _begin(self, upstream: Upstream) -> None:
@@ -178,16 +178,16 @@ class MqttFrontEnd:
         )
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start (drops and refusals by reason), connections and sessions now."""
+        """Return counters since the start, with current connections and sessions."""
         part = self._server.connections if self._server is not None else self._external
         return part.stats() if part is not None else {}
 
     def upstream_stats(self) -> dict[str, dict[str, int]]:
-        """The same of each [[upstream]], by `upstream:<name>`."""
+        """Return the same for each [[upstream]], by `upstream:<name>`."""
         return {f"upstream:{name}": one.stats() for name, one in self._upstreams.items()}
 
     def upstreams(self) -> list[tuple[str, str, bool, int, int, str | None]]:
-        """Each one's name, URL, whether it is connected, waiting and received messages, what is wrong."""
+        """Return name, URL, whether connected, waiting and received messages, and problem of each."""
         stats = [(name, one, one.stats()) for name, one in self._upstreams.items()]
         return [
             (
@@ -203,17 +203,17 @@ class MqttFrontEnd:
 
     @property
     def crls_expire(self) -> datetime | None:
-        """When the first revocation list expires; None if there is none that does."""
+        """Return when the first revocation list expires; None if none does."""
         return self._server.crls_expire if self._server is not None else None
 
     @property
     def refused(self) -> dict[str, str]:
-        """The streams whose messages an external broker keeps from us, and why."""
+        """Return the streams whose messages an external broker withholds, and why."""
         return self._external.refused if self._external is not None else {}
 
     @property
     def unreachable(self) -> str | None:
-        """Why there is no connection to an external broker; None if there is one, or need not be."""
+        """Return why the external broker is not connected; None if it is, or if there is none."""
         return self._external.unreachable if self._external is not None else None
 
     def clients(self) -> Iterator[Connected]:
@@ -224,12 +224,12 @@ class MqttFrontEnd:
         return (clients.peer(conn, session) for conn, session in known if session is not None)
 
     def subscriptions(self, client: str, most: int) -> list[str]:
-        """At most so many topic filters of a client."""
+        """Return up to this many topic filters of a client."""
         session = self._server.broker.sessions.get(client) if self._server is not None else None
         return [] if session is None else list(islice(session.subscriptions, most))
 
 
 def _refuse(upstreams: Sequence[UpstreamSettings]) -> None:
-    """Mode "external" has no broker for them. Raises ConfigError."""
+    """Raise ConfigError for upstreams, because mode "external" has no broker for their messages."""
     if upstreams:
         raise ConfigError('[[upstream]] needs mqtt.mode = "embedded": its messages go to that broker')

@@ -3,10 +3,10 @@
 A mapping is a topic filter of that broker and a template for the topic here:
 
     {topic}        the topic there          {topic/N}      its level N, from 0; {topic/-1} is the last
-    {gateway}      the id of this gateway   {topic/N/#}    its level N and all behind it
+    {gateway}      the id of this gateway   {topic/N/#}    its level N and all after it
 
-`{gateway}` may be in the filter, too: one configuration then fits every gateway of a fleet. A message whose
-topic lacks a level, or that would go to a topic of the broker itself, belongs nowhere.
+`{gateway}` may also be in the filter, so one configuration fits every gateway of a fleet. A message whose
+topic lacks a level, or that would go to a topic of the broker itself, goes nowhere.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Mapping(Struct, frozen=True, kw_only=True):
 
 
 def topic_template(text: str) -> Callable[[str], str | None]:
-    """A function that makes the topic here of one there; None if there is none for it.
+    """Return a function from a topic there to the topic here; None if it has none.
 
     Raises ValueError for an unknown field, a wildcard, and a topic that belongs to the broker.
     """

@@ -1,7 +1,7 @@
-"""paho, as an upstream needs it: connecting with what the settings say, and messages as PUBLISH packets.
+"""paho for upstreams: connects as the settings say, and turns messages into PUBLISH packets.
 
-The password and the certificates are read for each connection. What is read is used from then on; if it
-cannot be read, what was read before is.
+The password and the certificates are read for each connection. If a file cannot be read, the last readable
+content is used.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from bridge.net.brokers import Named, host_and_port, load_certificates, read_pas
 log = logging.getLogger(__name__)
 
 FIRST_DELAY, LONGEST_DELAY = 1, 60  # seconds between attempts to connect
-# Messages that a broker of MQTT 5 sends before the first is acknowledged: while messages are held, it waits,
-# and the connection goes on.
+# Messages that an MQTT 5 broker may send before the first is acknowledged. So while messages are held, the
+# broker waits and the connection stays usable.
 RECEIVE_MAXIMUM = 1_000
 
 
 def make_client(settings: BrokerSettings, client_id: str, named: Named) -> paho.Client:
-    """A client that has not connected yet. Raises ConfigError for a file that cannot be used."""
+    """Make a client that has not connected yet. Raises ConfigError for a file that cannot be used."""
     v5 = settings.protocol == "5"
     client = paho.Client(
         CallbackAPIVersion.VERSION2,
@@ -65,7 +65,7 @@ def make_client(settings: BrokerSettings, client_id: str, named: Named) -> paho.
 
 
 def begin(client: paho.Client, settings: BrokerSettings) -> None:
-    """Connect, again and again, in a thread of paho's."""
+    """Connect, and reconnect without limit, in a thread of paho."""
     options: dict[str, Any] = {"keepalive": settings.keep_alive}
     if settings.protocol == "5":
         properties = PahoProperties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
@@ -78,14 +78,14 @@ def begin(client: paho.Client, settings: BrokerSettings) -> None:
 
 
 def packet_of(message: paho.MQTTMessage) -> Publish:
-    """A message that paho has received, as every other part knows it; its topic is that of the broker."""
+    """Convert a message that paho has received. Its topic is that of the broker."""
     head = PUBLISH | (8 if message.dup else 0) | message.qos << 1 | bool(message.retain)
     packet_id = message.mid.to_bytes(2, "big") if message.qos else b""
     return Publish(head, message.topic.encode(), packet_id, bytes(message.payload), _properties(message))
 
 
 def _properties(message: paho.MQTTMessage) -> p.Properties | None:
-    """The MQTT 5 properties of a message, as we have them everywhere else."""
+    """Convert the MQTT 5 properties of a message."""
     given = getattr(message, "properties", None)
     if given is None:
         return None

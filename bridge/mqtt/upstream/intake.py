@@ -4,10 +4,11 @@
                   streams, its subscribers and their queues, as the message of a client
     IntoStreams   mode "external": appended to the streams that are bound to the topic, which is not changed
 
-Both say what to subscribe to, and take one message at a time: to all places that it belongs to, or to none.
-They return what must be committed before the message may be acknowledged. An error means: not now, and
-nothing behind it. What can never be stored, such as a message that is too large, is dropped: that is counted
-and logged, and the message is acknowledged, since it would hold up all that follow.
+Both say what to subscribe to, and store one message at a time, in all of its destinations or in none. They
+return the streams and journal that must commit before the message may be acknowledged. An error means that
+neither the message nor any later one can be stored now. A message that can never be stored, for example
+because it is too large, is dropped, counted, logged and acknowledged, because it would hold up all later
+ones.
 """
 
 from __future__ import annotations
@@ -48,34 +49,34 @@ class Wish(NamedTuple):
 
 
 class Source(Protocol):
-    """The upstream that messages come from."""
+    """The upstream from which messages come."""
 
     counts: Counter[str]
 
     def dropped(self, kind: str, why: str) -> None:
-        """Count and log a message that can never be stored; `kind` is the ending of its counter."""
+        """Count and log a message that can never be stored; `kind` is the suffix of its counter."""
 
     def leave(self, topic_filter: str) -> None:
-        """End a subscription that an earlier run has left in our session."""
+        """End a subscription that an earlier run left in our session."""
 
 
 class Intake(Protocol):
-    """Where the messages of one broker go."""
+    """The destination of the messages of one broker."""
 
     def attach(self, source: Source) -> None:
         """Take the messages of this upstream."""
 
     def wishes(self) -> Mapping[str, Wish]:
-        """What to subscribe to now."""
+        """Return what to subscribe to now."""
 
     def take(self, packet: Publish) -> Collection[Committer]:
         """Store a message. Raises StreamBridgeError if that is impossible for now."""
 
     def changed(self) -> None:
-        """Streams or rules have changed."""
+        """Apply changed streams or rules."""
 
     def lacking(self, refused: Iterable[str]) -> dict[str, list[str]]:
-        """The streams whose messages do not all come, with those of the refused subscriptions they need."""
+        """Return the streams that do not get all messages, with the refused subscriptions that they need."""
 
 
 class IntoBroker:
@@ -89,9 +90,9 @@ class IntoBroker:
         gateway: str,
         identify: Callable[[], Identity] | None,
     ) -> None:
-        """`identify` gives the rights that the messages are held to; None: they may go anywhere.
+        """`identify` returns the rights that apply to the messages; None: they may go anywhere.
 
-        Raises ValueError for a gateway id that makes no topic.
+        Raises ValueError for a gateway id that cannot be part of a topic.
         """
         self._broker, self._client, self._label = broker, f"upstream:{name}", f"upstream {name!r}"
         self._holder = Holder(network=self._label)
@@ -146,7 +147,7 @@ class IntoBroker:
         for topic_filter, _, render in self._mappings:
             if matches(topic_filter, there):
                 return render(there) or ""
-        return ""  # its subscription is an old one
+        return ""  # its subscription is outdated
 
 
 class IntoStreams:
@@ -160,7 +161,7 @@ class IntoStreams:
         self._source = source
 
     def wishes(self) -> Mapping[str, Wish]:
-        """A filter that another one covers is left out: brokers may deliver one message for each."""
+        """Return the filters; one that another covers is omitted, or a message might come twice."""
         wanted = {REQUESTS} if self._settings.operations else set()
         for name, topics in self._topics().items():
             wanted |= {*topics, f"streams/{name}/#"}
@@ -191,7 +192,7 @@ class IntoStreams:
             streams = self._manager.bound(packet.topic.decode())
             self._routes.remember(packet.topic, streams)
         if not streams:
-            self._source.counts["dropped_unbound"] += 1  # there still is a subscription of a former stream
+            self._source.counts["dropped_unbound"] += 1  # the subscription of a former stream still exists
         kept = _headers(packet)
         takers: list[Stream] = []
         for stream in streams:

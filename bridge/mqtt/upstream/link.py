@@ -1,6 +1,6 @@
-"""Why there is no connection to another broker, for the log, the status page and `/readyz`.
+"""The state of the connection to another broker, for the log, the status page and `/readyz`.
 
-paho connects again without end, and logs nothing. A cause is logged when it is new, and then once in `REPEAT`
+paho reconnects without limit, and logs nothing. A cause is logged when it is new, and then once per `REPEAT`
 seconds, however often it recurs.
 """
 
@@ -15,7 +15,7 @@ REPEAT = 600.0
 
 
 class Link:
-    """Whether there is a connection to one broker: `why` not, None while there is one."""
+    """The connection to one broker. `why` says why there is none; None while there is one."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -23,7 +23,7 @@ class Link:
         self._logged: tuple[str, float] | None = None  # the last cause that was logged, and when
 
     def failed(self, cause: str) -> None:
-        """There is no connection, for this cause."""
+        """Record that there is no connection, and the cause."""
         self.why = f"no connection to {self._url}: {cause}; trying again"
         now = time.monotonic()
         if self._logged is None or self._logged[0] != cause or now >= self._logged[1] + REPEAT:
@@ -31,5 +31,5 @@ class Link:
             log.warning(self.why)
 
     def recovered(self) -> None:
-        """There is a connection."""
+        """Record that there is a connection."""
         self.why = self._logged = None

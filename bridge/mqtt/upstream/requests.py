@@ -1,8 +1,9 @@
-"""Requests at an external broker: operations on streams for its clients.
+"""Requests over an external broker: operations on streams for its clients.
 
-The requests of all devices share one connection with their messages, and do not block them. The requests
-under way, each up to the broker's PUBACK for its reply, are bounded; a request beyond the bound is refused at
-once. The caller is the client in the topic of the request: that broker's rules vouch for it.
+The requests of all devices share one connection with their messages, and do not block them. The number of
+requests in progress is bounded; a request counts until the broker's PUBACK for its reply, and one too many is
+refused at once. The caller is the client in the topic of the request: the rules of that broker must ensure
+that it is.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REQUEST_ROOM = 8 * 1024 * 1024  # bytes of requests under way, each with this many for the work on it:
+REQUEST_ROOM = 8 * 1024 * 1024  # bytes of requests in progress, each with this many for its processing:
 REQUEST_COST = 32 * 1024
 
 
 class Requests:
-    """The requests of one broker's clients. Use from the event loop's thread."""
+    """The requests of one broker's clients. Must be used in the event loop's thread."""
 
     def __init__(
         self, settings: ExternalSettings, operations: Operations, access: Access, max_packet: int
@@ -47,8 +48,8 @@ class Requests:
         self._counts: Counter[str]
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._asked_bytes = 0  # of the requests under way
-        self._replies: dict[int, asyncio.Future[None]] = {}  # by packet id: what the broker is to take
+        self._asked_bytes = 0  # of the requests in progress
+        self._replies: dict[int, asyncio.Future[None]] = {}  # by packet id: replies without a PUBACK
 
     def attach(self, client: paho.Client, counts: Counter[str]) -> None:
         """Reply through this client."""
@@ -56,7 +57,7 @@ class Requests:
         client.on_publish = self._on_publish
 
     async def stop(self) -> None:
-        """End those under way."""
+        """Cancel the requests in progress."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -69,7 +70,7 @@ class Requests:
         reply_to = asked.get(p.RESPONSE_TOPIC, b"").decode() or default
         self._counts["requests"] += 1
         if reply_to != topic and not reply_to.startswith(f"{topic}/"):
-            # We publish with our own rights, which are not the client's to use.
+            # We publish with our own rights, which the client must not use.
             self._counts["refused_requests"] += 1
             why = f"a reply goes below {topic}, not to the Response Topic {reply_to[:200]!r}"
             log.warning("refused a request: %s", why)
@@ -80,7 +81,7 @@ class Requests:
             self._counts["refused_requests"] += 1
             why = f"{operation}: too many requests are under way ({len(self._tasks)}); try again"
             log.warning("refused a request, to be answered on %s: %s", reply_to, why)
-            self._publish(reply_to, refusal(body, why), asked, 0)  # at QoS 0 nothing is kept of it
+            self._publish(reply_to, refusal(body, why), asked, 0)  # at QoS 0, so nothing is kept
             return
         self._asked_bytes += cost
         caller = self._access.identify(level, None, label=f"client {level!r} at {self._settings.url}")
@@ -104,7 +105,7 @@ class Requests:
             await taken
 
     def _publish(self, reply_to: str, reply: bytes, asked: p.Properties, qos: int) -> int | None:
-        """Send a reply; returns its packet id, or None if it cannot be sent."""
+        """Send a reply. Returns its packet id, or None if it cannot be sent."""
         properties = None
         if self._settings.protocol == "5":
             properties = PahoProperties(PacketTypes.PUBLISH)  # type: ignore[no-untyped-call]

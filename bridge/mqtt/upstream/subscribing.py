@@ -1,9 +1,9 @@
-"""What an upstream is subscribed to at the other broker, and what that refuses.
+"""The subscriptions of an upstream at the other broker, and those that the broker refuses.
 
-When the wishes of the intake change, new filters are subscribed before old ones are unsubscribed: in between
-a message may come twice; the other way round it could be missed. A subscription counts once the broker has
-granted it. A refused one is logged, is in `refused`, and is requested again every minute. One that was not
-answered is requested again on the next connection.
+When the intake needs other filters, new ones are subscribed before old ones are unsubscribed. So a message
+may come twice in between; in the other order it could be missed. A subscription counts once the broker has
+granted it. A refused one is logged, is in `refused`, and is requested again every minute. One without an
+answer is requested again on the next connection.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ASK_AGAIN = 60.0  # seconds until a refused subscription is requested again
 
 
 class Subscriptions:
-    """The subscriptions of our session. Use from the event loop's thread."""
+    """The subscriptions of our session. Must be used in the event loop's thread."""
 
     def __init__(
         self,
@@ -43,20 +43,20 @@ class Subscriptions:
         runtime: Runtime,
         former: Collection[str] = (),
     ) -> None:
-        """`former` are filters that our session there still has, from an earlier definition."""
+        """`former` has filters of an earlier definition, which our session there still has."""
         self._settings, self._client_id, self._intake = settings, client_id, intake
         self._client, self._counts, self._runtime = client, counts, runtime
         self._connected = False
         self._inherited = set(former)
         self._wanted: Mapping[str, Wish] = {}
-        self._made: set[str] = set()  # granted, or under way
-        self._asked: dict[int, str] = {}  # under way: by packet id, on this connection
+        self._made: set[str] = set()  # granted or requested
+        self._asked: dict[int, str] = {}  # requested on this connection, by packet id
         self._refused: dict[str, str] = {}  # filters, and the broker's reason
         self._former: set[str] = set()  # subscriptions of former streams, ended on this connection
         self._again: Timer | None = None
 
     def connected(self, present: bool) -> bool:
-        """There is a connection; False if the session was ours, and is not `present` any more."""
+        """Use a new connection. Returns False if our session is no longer `present`."""
         lost = bool(self._made) and not present
         self._made = self._made - {*self._asked.values()} if present else set()
         self._asked.clear()
@@ -66,21 +66,21 @@ class Subscriptions:
         return not lost
 
     def disconnected(self) -> None:
-        """Nothing can be subscribed until the next connection."""
+        """Stop subscribing until the next connection."""
         self._connected = False
         if self._again is not None:
             self._again.cancel()
             self._again = None
 
     def update(self) -> None:
-        """Subscribe to what is wished for now, and soon to nothing else."""
+        """Subscribe to the filters that are wanted now, and soon unsubscribe all others."""
         if not self._connected:
             return
         self._wanted = self._intake.wishes()
         self._refused = {one: why for one, why in self._refused.items() if one in self._wanted}
         for new in sorted(self._wanted.keys() - self._made):
             packet_id = self._subscribe(new, self._wanted[new])
-            if packet_id is not None:  # else the connection has just ended
+            if packet_id is not None:  # otherwise the connection has just ended
                 self._asked[packet_id] = new
                 self._made.add(new)
         self._runtime.soon(self._unsubscribe)
@@ -88,7 +88,7 @@ class Subscriptions:
     def _subscribe(self, topic_filter: str, wish: Wish) -> int | None:
         if self._settings.protocol != "5":
             return self._client.subscribe(topic_filter, wish.qos)[1]
-        # Retained messages only with a new subscription, not at every reconnect.
+        # Get retained messages only with a new subscription, not at every reconnect.
         handling = (
             SubscribeOptions.RETAIN_DO_NOT_SEND
             if topic_filter.startswith(SHARE)
@@ -100,11 +100,12 @@ class Subscriptions:
         return self._client.subscribe(topic_filter, options=options)[1]
 
     def _unsubscribe(self) -> None:
-        """End the subscriptions that are not wished for any more.
+        """End subscriptions that are no longer wanted.
 
-        Not at once: a reload changes one stream after the other, and the next may have the topic now.
+        This is delayed, because a reload changes one stream after the other, and a topic may move to the
+        next.
         """
-        if self._connected:  # else after the next connect
+        if self._connected:  # otherwise after the next connect
             for old in (self._made | self._inherited) - self._wanted.keys():
                 self._client.unsubscribe(old)
             self._made &= self._wanted.keys()
@@ -117,10 +118,10 @@ class Subscriptions:
             self._client.unsubscribe(former)
 
     def answered(self, packet_id: int, failed: str | None) -> None:
-        """The broker has granted a subscription, or refused it for this reason."""
+        """Record that the broker has granted a subscription, or refused it for this reason."""
         topic_filter = self._asked.pop(packet_id, None)
         if topic_filter not in self._wanted:
-            return  # of an earlier connection, or of a stream that is gone
+            return  # from an earlier connection, or for a deleted stream
         assert topic_filter is not None
         known = self._refused.pop(topic_filter, None)
         if failed is not None:
@@ -144,7 +145,7 @@ class Subscriptions:
         return self._refused
 
     def refusal(self, filters: Iterable[str]) -> str:
-        """Which of our subscriptions the broker refuses, why, and what to do."""
+        """Return which of our subscriptions the broker refuses, why, and what to do."""
         settings = self._settings
         names = ", ".join(map(repr, sorted(filters)))
         reasons = ", ".join(sorted({self._refused[one] for one in filters}))

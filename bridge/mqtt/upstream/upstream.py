@@ -2,25 +2,26 @@
 
 What it promises: a message is acknowledged to that broker only after everything that its `Intake` has touched
 is committed, in the order of arrival. The session there is persistent, so messages queue at the broker while
-we are away. We can promise no more than that broker does. If it acknowledges its publishers from memory
-(Mosquitto's default), a power cut there loses what it has not delivered. If it bounds its queues (Mosquitto:
-1,000 messages), it drops what does not fit. After each connect the session is checked: if it is gone,
-messages may be lost, which is logged and counted (`sessions_lost`). Redelivered messages are stored again: at
-least once.
+we are disconnected. We can promise no more than that broker does. If it acknowledges its publishers from
+memory (Mosquitto's default), a power cut there loses undelivered messages. If it limits its queues
+(Mosquitto: 1,000 messages), it drops messages that do not fit. The session is checked after each connect. If
+it is gone, messages may be lost, which is logged and counted (`sessions_lost`). Redelivered messages are
+stored again, so delivery is at least once.
 
 Flow: paho's thread puts messages into `_inbox` and waits while it is full, so that the broker's own flow
 control applies. The event loop gives them to the intake, and acknowledges them batch by batch. A message that
-cannot be stored for now is retried until it can, and nothing behind it is acknowledged before it.
+cannot be stored now is retried until it can, and no later message is acknowledged before it.
 
-A packet id is valid on its own connection only. So each message carries the number of its connection, which
-paho's thread counts, and is acknowledged only while that connection lives. A message of an earlier connection
-is stored as well, since the broker may have lost it, and is delivered again. After a failed commit nothing
-more is taken from that connection, and a new one is made: the broker redelivers, in order, what was not
-acknowledged.
+A packet id is valid only on its own connection. So each message has the number of its connection, which
+paho's thread counts, and is acknowledged only while that connection exists. A message of an earlier
+connection is stored too, because the broker may have lost it, and may be delivered again. After a failed
+commit, nothing more is taken from that connection and a new one is made. Then the broker redelivers the
+unacknowledged messages in order.
 
-Loops: a message that says it has passed this gateway (the user property `bridged-by`) is acknowledged, and
-goes nowhere. The exporter `mqtt` and `IntoBroker` write that property. In MQTT 3.1.1 there are none, so
-`streambridge check` refuses mappings that overlap with what an export sends to the same broker.
+Loops: a message that has already passed this gateway (by the user property `bridged-by`) is acknowledged and
+dropped. The exporter `mqtt` and `IntoBroker` write that property. MQTT 3.1.1 has no properties, so
+`streambridge check` refuses mappings that overlap with the topics that an export publishes to the same
+broker.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ LOGGED = 60.0  # seconds between two lines about dropped messages of one kind
 
 
 class _Batch:
-    """Messages that are acknowledged together, and how many commits are awaited.
+    """Messages that are acknowledged together, and the number of pending commits.
 
-    An ack is the number of the connection, the packet id there, and the QoS.
+    An ack consists of the number of the connection, the packet id there, and the QoS.
     """
 
     __slots__ = ("acks", "error", "source", "waiting")
@@ -85,7 +86,7 @@ class _Batch:
 
 
 class Upstream:
-    """A subscriber at another broker that has stored what it acknowledges."""
+    """A subscriber at another broker that stores messages before it acknowledges them."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class Upstream:
         former: Collection[str] = (),
         requests: Requests | None = None,
     ) -> None:
-        """`former` are filters of an earlier definition, which our session there still has.
+        """`former` has filters of an earlier definition, which our session there still has.
 
         Raises ConfigError for a file that cannot be used. Nothing happens until `start`.
         """
@@ -109,8 +110,8 @@ class Upstream:
         self._loop = asyncio.get_running_loop()
         self.counts: Counter[str] = Counter()
         self._mark = (BRIDGED_BY.encode(), gateway.encode()) if gateway else None
-        self._connection = 0  # its number; set in paho's thread, as soon as one has ended or begun
-        self._failed = -1  # connections up to this one have brought a message that could not be committed
+        self._connection = 0  # its number; set in paho's thread as soon as a connection ends or begins
+        self._failed = -1  # up to this connection, messages could not be committed
         self._client = make_client(settings, client_id, named)
         self._set_callbacks(self._client)
         if requests is not None:
@@ -131,17 +132,17 @@ class Upstream:
         self._logged: dict[str, float] = {}  # when a dropped message of a kind was logged
 
     async def start(self) -> None:
-        """Begin to connect, again and again until the broker is there."""
+        """Connect, and retry until the broker is reachable."""
         begin(self._client, self.settings)
         self._manager.on_bindings_changed.append(self.changed)
 
     async def stop(self) -> None:
-        """Take no more, commit and acknowledge what was taken, disconnect; the session stays."""
+        """Stop taking messages, commit and acknowledge those taken, and disconnect. The session stays."""
         self._manager.on_bindings_changed.remove(self.changed)
         with self._room:
             self._stopping = True
             self._subscriptions.disconnected()
-            self._inbox.clear()  # not acknowledged: the broker keeps it
+            self._inbox.clear()  # not acknowledged, so the broker keeps them
             self._room.notify_all()
         if self._retry is not None:
             self._retry.cancel()
@@ -170,14 +171,14 @@ class Upstream:
 
     @property
     def refused(self) -> dict[str, str]:
-        """The streams whose messages the broker withholds, at least in part, and why."""
+        """Return the streams whose messages the broker withholds, at least in part, and why."""
         refused = self._subscriptions.refused
         lacking = self._intake.lacking(refused) if refused else {}
         return {name: self._subscriptions.refusal(filters) for name, filters in lacking.items()}
 
     @property
     def trouble(self) -> str | None:
-        """What is wrong with it now; None if nothing is."""
+        """Return the current problem; None without one."""
         if self._link.why is not None:
             return self._link.why
         refused = self._subscriptions.refused
@@ -185,16 +186,16 @@ class Upstream:
 
     @property
     def filters(self) -> Collection[str]:
-        """What it subscribes to."""
+        """Return the filters to which it subscribes."""
         return self._intake.wishes()
 
     def changed(self) -> None:
-        """Streams or rules have changed."""
+        """Apply changed streams or rules."""
         self._intake.changed()
         self._subscriptions.update()
 
     def leave(self, topic_filter: str) -> None:
-        """End a subscription that an earlier run has left in our session."""
+        """End a subscription that an earlier run left in our session."""
         self._subscriptions.leave(topic_filter)
 
     def _set_callbacks(self, client: paho.Client) -> None:
@@ -207,7 +208,7 @@ class Upstream:
     # -- in paho's thread ------------------------------------------------------------
 
     def _on_connect(self, client: Any, _data: Any, flags: Any, reason: Any, _properties: Any) -> None:
-        self._connection += 1  # here too: paho does not report every end
+        self._connection += 1  # here too, because paho does not report every end
         code = reason.value if reason.is_failure else 0
         self._loop.call_soon_threadsafe(self._connect_ended, code, str(reason), bool(flags.session_present))
 
@@ -221,7 +222,7 @@ class Upstream:
         self._loop.call_soon_threadsafe(self._disconnected, str(reason))
 
     def _on_subscribe(self, _client: Any, _data: Any, packet_id: int, reasons: Any, _properties: Any) -> None:
-        for reason in reasons:  # one: each filter is asked for by itself
+        for reason in reasons:  # just one, because each filter has its own request
             failed = str(reason) if reason.is_failure else None
             self._loop.call_soon_threadsafe(self._subscriptions.answered, packet_id, failed)
 
@@ -269,7 +270,7 @@ class Upstream:
         self._subscriptions.disconnected()
 
     def _take(self) -> None:
-        """Store what has arrived; what cannot be stored for now stays at the head of the inbox."""
+        """Store arrived messages. One that cannot be stored now stays at the head of the inbox."""
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
@@ -281,7 +282,7 @@ class Upstream:
             taken = 0
             while inbox and not self._stopping and not self._manager.under_pressure:
                 connection, packet = inbox[0]
-                # What must be acknowledged and follows a failed message waits for its turn at the broker.
+                # After a failed message, those that need an acknowledgement are redelivered by the broker.
                 if connection > self._failed or not packet.qos:
                     if not self._store(packet, touched):
                         break
@@ -303,7 +304,7 @@ class Upstream:
         batch.done(None)
 
     def _store(self, packet: Publish, touched: dict[Committer, None]) -> bool:
-        """Give one message to the intake; False if it must be tried again."""
+        """Give one message to the intake. Returns False if it must be retried."""
         if self._mark is not None and self._mark in (packet.properties or {}).get(p.USER_PROPERTY, ()):
             self.counts["looped"] += 1
         else:
@@ -323,7 +324,7 @@ class Upstream:
         while self._batches and not self._batches[0].waiting:
             batch = self._batches.popleft()
             if batch.error is not None:
-                # Unacknowledged, it comes again on a new connection, with all that followed.
+                # It is not acknowledged, so it comes again on a new connection, with all later ones.
                 log.error("not acknowledged: %s; reconnecting", batch.error)
                 self.counts["rejected_storage"] += 1
                 self._failed = batch.acks[-1][0]
@@ -339,7 +340,7 @@ class Upstream:
         connection = self._client.socket()
         living = self._failed == self._connection and not self._stopping
         if living and isinstance(connection, socket.socket):
-            # Shut and not closed, and not by TLS: paho's thread is at work on it, and sees an orderly end.
+            # Shut down instead of close, below TLS: paho's thread uses the socket, and sees an orderly end.
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
@@ -350,7 +351,7 @@ class Upstream:
         self._held = f"a message is held: {error}"
 
     def dropped(self, kind: str, why: str) -> None:
-        """Count and log a message that can never be stored; `kind` is the ending of its counter."""
+        """Count and log a message that can never be stored; `kind` is the suffix of its counter."""
         self.counts[f"dropped_{kind}"] += 1
         now = self._runtime.now()
         if now >= self._logged.get(kind, -LOGGED) + LOGGED:
@@ -359,5 +360,5 @@ class Upstream:
 
 
 def _room_for(packet: Publish) -> int:
-    """The bytes that a message takes in the inbox, roughly."""
+    """Return roughly the bytes that a message takes in the inbox."""
     return len(packet.payload) + 200

@@ -79,11 +79,11 @@ def suback(level: int, packet_id: int, codes: Iterable[int]) -> bytes:
 
 
 def unsuback(level: int, packet_id: int, codes: Iterable[int]) -> bytes:
-    """UNSUBACK (section 3.11); only MQTT 5 says what became of each filter."""
+    """UNSUBACK (section 3.11). Only MQTT 5 has a result for each filter."""
     found = bytes(_checked(UNSUBACK, code) for code in codes)
     return packet(UNSUBACK, packet_id.to_bytes(2, "big") + (b"\0" + found if level == V5 else b""))
 
 
 def disconnect(reason: int) -> bytes:
-    """DISCONNECT, which a server sends in MQTT 5 only (section 3.14)."""
+    """DISCONNECT, which a server sends only in MQTT 5 (section 3.14)."""
     return bytes((DISCONNECT, 2, _checked(DISCONNECT, reason), 0))

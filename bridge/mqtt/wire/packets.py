@@ -99,7 +99,7 @@ REASONS: Final[dict[int, frozenset[int]]] = {
 
 
 class ProtocolError(StreamBridgeError):
-    """Raised when a peer breaks the protocol: its connection is closed, and nobody else's.
+    """Raised when a peer breaks the protocol. Only its connection is closed.
 
     `reason` is the MQTT 5 reason code that a DISCONNECT may carry.
     """
@@ -110,7 +110,7 @@ class ProtocolError(StreamBridgeError):
 
 
 class Will(NamedTuple):
-    """The message that is published when its client goes without saying so (3.1.1 section 3.1.2.5)."""
+    """The message that is published when its client leaves without DISCONNECT (3.1.1 section 3.1.2.5)."""
 
     topic: str
     payload: bytes
@@ -134,7 +134,7 @@ class Connect(NamedTuple):
 
 
 class Publish(NamedTuple):
-    """A PUBLISH packet (section 3.3) whose topic is known: not the alias that may have stood for it."""
+    """A PUBLISH packet (section 3.3) with its topic, even if the client sent an alias."""
 
     head: int  # the first byte: QoS, RETAIN, DUP
     topic: bytes
@@ -194,7 +194,7 @@ def frame(data: bytes | bytearray, pos: int, limit: int) -> tuple[int, int]:
 
 
 def read_binary(data: bytes, pos: int, end: int) -> tuple[bytes, int]:
-    """Read length-prefixed bytes; return them and the position behind them."""
+    """Read length-prefixed bytes. Return them and the position after them."""
     stop = pos + 2
     if stop > end:
         raise ProtocolError("a string without its length")
@@ -242,9 +242,9 @@ def properties_at(data: bytes, pos: int, end: int, packet_type: int) -> tuple[Pr
 def protocol_of(body: bytes) -> tuple[int, bool, int]:
     """Read the protocol of a CONNECT (section 3.1.2): level, whether a bridge sends it, the next position.
 
-    Brokers that bridge set the top bit of the level (0x83, 0x84), which no standard describes: they want none
-    of their own messages back, and messages with their RETAIN flag as it was published. MQTT 5 has
-    subscription options for both. An unknown level raises with reason UNSUPPORTED_VERSION.
+    Brokers that act as bridges set the top bit of the level (0x83, 0x84), which no standard describes. They
+    do not want their own messages back, and want the RETAIN flag as published. MQTT 5 has subscription
+    options for both. An unknown level raises with reason UNSUPPORTED_VERSION.
     """
     end = len(body)
     name, pos = read_binary(body, 0, end)
@@ -259,7 +259,7 @@ def protocol_of(body: bytes) -> tuple[int, bool, int]:
 
 
 def parse_connect(body: bytes) -> Connect:
-    """Check and read the body of a CONNECT (3.1, 3.1.1 and 5, section 3.1); raises as `protocol_of` does."""
+    """Check and read the body of a CONNECT (3.1, 3.1.1 and 5, section 3.1). Raises as `protocol_of`."""
     end = len(body)
     level, bridge, pos = protocol_of(body)
     flags, keep_alive = body[pos], body[pos + 1] << 8 | body[pos + 2]
@@ -279,7 +279,7 @@ def parse_connect(body: bytes) -> Connect:
         if level == V5:
             will_properties, pos = properties_at(body, pos, end, WILL)
         topic, pos = read_text(body, pos, end)
-        if not topic and level != V5:  # which has a reason code for it
+        if not topic and level != V5:  # MQTT 5 has a reason code for it
             raise ProtocolError("an empty will topic (MQTT-4.7.3-1)")
         payload, pos = read_binary(body, pos, end)
         will = Will(topic, payload, will_qos, bool(flags & 0x20), will_properties)
@@ -295,7 +295,7 @@ def parse_connect(body: bytes) -> Connect:
     return Connect(level, client_id, clean, keep_alive, username, password, will, properties, bridge)
 
 
-# Not a packet type of its own: the properties of a will differ from its CONNECT's.
+# Not a packet type: the properties of a will differ from those of its CONNECT.
 WILL: Final = 0x01
 
 

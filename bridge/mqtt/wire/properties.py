@@ -51,12 +51,12 @@ _BINARIES: Final = frozenset({CORRELATION_DATA, AUTH_DATA})
 _FLAGS: Final = frozenset({PAYLOAD_FORMAT, REQUEST_PROBLEM_INFO, REQUEST_RESPONSE_INFO})
 _NEVER_ZERO: Final = frozenset({RECEIVE_MAXIMUM, MAXIMUM_PACKET_SIZE})
 
-# What travels with a message to its subscribers (section 3.3.2.3, "MUST send unaltered").
+# Properties that go to the subscribers with a message (section 3.3.2.3, "MUST send unaltered").
 MESSAGE: Final = frozenset(
     {PAYLOAD_FORMAT, MESSAGE_EXPIRY, CONTENT_TYPE, RESPONSE_TOPIC, CORRELATION_DATA, USER_PROPERTY}
 )
 _ANSWER: Final = frozenset({REASON_STRING, USER_PROPERTY})
-# What a client may send, by packet type (the type byte with flags cleared; a will is 0x01).
+# Properties that a client may send, by packet type (the type byte with flags cleared; a will is 0x01).
 _ALLOWED: Final[dict[int, frozenset[int]]] = {
     0x01: MESSAGE | {WILL_DELAY},
     0x10: frozenset(
@@ -111,7 +111,7 @@ def read_varint(data: bytes, pos: int, end: int) -> tuple[int, int]:
 
 
 def read_properties(data: bytes, pos: int, end: int, packet_type: int) -> tuple[Properties, int]:
-    """Read the properties at `pos`; return them and the position behind them."""
+    """Read the properties at `pos`. Return them and the position after them."""
     length, pos = read_varint(data, pos, end)
     if not length:
         return {}, pos
