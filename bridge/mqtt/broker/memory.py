@@ -63,14 +63,20 @@ def size_of_will(will: Will | None) -> int:
 class Memory:
     """Roughly the bytes that all sessions hold."""
 
-    def __init__(self, limit: int, runtime: Runtime, full: Callable[[], None]) -> None:
+    def __init__(self, limit: float, runtime: Runtime | None, full: Callable[[], None]) -> None:
         """`full` is called, in a turn of its own, when more than `limit` bytes are held."""
         self.total, self.limit = 0, limit
         self._runtime, self._full, self._due = runtime, full, False
 
+    def take(self, size: int) -> None:
+        """A session holds so many bytes more; a negative number: less."""
+        self.total += size
+        if self.total > self.limit:
+            self.exceeded()
+
     def exceeded(self) -> None:
         """`total` is above the limit."""
-        if not self._due:
+        if not self._due and self._runtime is not None:
             self._due = True
             self._runtime.soon(self._make_room)
 
@@ -112,3 +118,6 @@ class Memory:
                 heapq.heapreplace(most, (-held[holder], place, holder))
             else:
                 heapq.heappop(most)
+
+
+NOWHERE = Memory(float("inf"), None, lambda: None)  # of sessions that have ended

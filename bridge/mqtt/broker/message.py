@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from bridge.clock import Clock, Deadline
 
 
+EACH = 200  # bytes in memory of a message, beside topic, payload and properties
 PAIR = 130  # bytes in memory of a user property, beside its text
 LARGE = 32 * 1024  # bytes of a payload from which on a copy costs more than a second write
 
@@ -81,7 +82,7 @@ def headers_of(flags: int, properties: p.Properties, client: str, packet_id: int
 
 def size_of(topic: bytes, payload: bytes, properties: p.Properties | None = None) -> int:
     """Roughly the bytes that a message holds in memory. Of the properties, those of the message count."""
-    size = len(topic) + len(payload) + 200
+    size = len(topic) + len(payload) + EACH
     if properties:
         for kind, value in properties.items():
             if kind == p.USER_PROPERTY:
@@ -113,7 +114,9 @@ class Message:
         self.properties = {k: v for k, v in (properties or {}).items() if k in p.MESSAGE}
         self.properties.pop(p.MESSAGE_EXPIRY, None)
         self.expires = expires
-        self.size = size_of(topic, payload, self.properties)
+        self.size = len(topic) + len(payload) + EACH
+        if self.properties:
+            self.size = size_of(topic, payload, self.properties)
         self._plain: tuple[bytes, ...] = ()
 
     def expired(self) -> bool:

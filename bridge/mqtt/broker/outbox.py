@@ -26,6 +26,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from bridge.mqtt.broker.memory import NOWHERE, Memory
 from bridge.mqtt.wire.answers import ack
 from bridge.mqtt.wire.packets import PACKET_ID_NOT_FOUND, PROTOCOL_ERROR, PUBREL, SUCCESS, V5, ProtocolError
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from bridge.mqtt.broker.line import Line
-    from bridge.mqtt.broker.memory import Memory
     from bridge.mqtt.broker.message import Message
     from bridge.mqtt.settings import Limits
 
@@ -95,7 +95,7 @@ class Outbox:
     def __init__(self, limits: Limits, counts: Counter[str], notes: Notes, memory: Memory) -> None:
         """`memory` counts what all sessions hold; `held` is the part of this one, messages and all else."""
         self._limits, self._counts, self._notes = limits, counts, notes
-        self._memory: Memory | None = memory
+        self._memory = memory
         self.held = 0
         self._queue: deque[Outgoing] = deque()
         self._inflight: dict[int, Outgoing] = {}
@@ -115,12 +115,8 @@ class Outbox:
 
     def hold(self, size: int) -> None:
         """The session holds so many bytes more in memory; a negative number: less."""
-        memory = self._memory
-        if memory is not None:
-            self.held += size
-            memory.total += size  # not by a call: each message of QoS 1 is counted twice
-            if memory.total > memory.limit:
-                memory.exceeded()
+        self.held += size
+        self._memory.take(size)
 
     def restore(self, out: Outgoing, packet_id: int) -> None:
         """Restore a QoS 2 message that an earlier process may have sent with this packet id."""
@@ -257,7 +253,9 @@ class Outbox:
         out = self._inflight.pop(packet_id, None)
         if out is not None:
             self._again.pop(packet_id, None)
-            self.hold(-out.message.size)
+            size = out.message.size  # as `hold`; each call would cost as much as this
+            self.held -= size
+            self._memory.total -= size
             self._forget(packet_id, out)
             self.pump()
 
@@ -306,7 +304,7 @@ class Outbox:
     def clear(self) -> None:
         """Forget everything: the session has ended, and holds nothing from now on."""
         self.hold(-self.held)
-        self._memory = None
+        self._memory = NOWHERE
         for out in self.pending():
             self._notes.settled(out)
         self._queue.clear()
@@ -339,7 +337,11 @@ class Outbox:
         if out.qos:
             packet_id = self._free_id(out.qos)
             self._inflight[packet_id] = out
-            self.hold(out.message.size)
+            size, memory = out.message.size, self._memory
+            self.held += size
+            memory.total += size
+            if memory.total > memory.limit:
+                memory.exceeded()
         if out.qos < 2:
             self._write(line, out, packet_id)
         else:
