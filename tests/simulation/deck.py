@@ -14,7 +14,7 @@ from .scenes_of_exports import both, broken, keyed, moved, sampled
 
 CARDS = [
     scene
-    for scene, weight in {**SCENES, broken: 2, both: 2.5, keyed: 1, moved: 3, sampled: 1}.items()
+    for scene, weight in {**SCENES, broken: 2, both: 2.5, keyed: 1, moved: 2, sampled: 1}.items()
     for _ in range(round(2 * weight))
 ]
 
