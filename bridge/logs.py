@@ -3,8 +3,8 @@
     2026-01-31T12:00:00.123Z info bridge.streams msg="stream created" stream=sensors
 
 * The entries of `extra=` become keys of the line, usually `client` and `stream`.
-* A line that repeats within `WINDOW` seconds is counted instead, and written once more at the end of the
-  window, with the time of its end and, after more than one repetition, `repeated=<count>`: a fault in a loop
+* A line that repeats within `WINDOW` seconds is only counted, and written again at the end of the window,
+  with the time of its end and, after more than one repetition, `repeated=<count>`. So a fault in a loop
   cannot fill the disk. Lines that answer an operator (`extra=ANSWER`: the result of a reload) are always
   written at once.
 * Of lines that differ only in their values (in the client, for example), `MOST_ALIKE` are written in a

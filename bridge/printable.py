@@ -6,7 +6,8 @@ is false for all of them, and for half a surrogate pair. The log escapes in its 
 their print helpers.
 
 A URL may carry a password before its host, and a token in its query or fragment (RFC 3986, sections 3.2.1,
-3.4 and 3.5). Errors of libraries repeat URLs, and people read errors who may not read the configuration.
+3.4 and 3.5). Errors of libraries repeat URLs, and errors are read by people who may not read the
+configuration.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Time and threads, as code that does no I/O of its own asks for them.
+"""The interface to time and threads, for code that does no I/O itself.
 
-The service has an event loop and threads (`LoopRuntime`). A test or a simulation brings a clock of its own,
-and decides what runs when. Nothing of a runtime is called from another thread, and what it calls runs in its
-own.
+The service has an event loop and threads (`LoopRuntime`). A test or a simulation has its own clock and
+decides what runs when. A runtime must be used in its own thread, and calls back in that thread.
 
-The time of day and the age of messages are `bridge.clock`'s.
+The time of day and the age of messages are in `bridge.clock`.
 """
 
 from __future__ import annotations

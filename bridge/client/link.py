@@ -1,4 +1,4 @@
-"""Pending requests of one connection, and what becomes of them when the connection is interrupted.
+"""The pending requests of one connection, also while it is interrupted.
 
     submit --> QUEUED --connected--> SENT --reply--> done
                  ^                    |

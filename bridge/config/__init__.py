@@ -1,4 +1,4 @@
-"""The configuration: TOML with positions, the settings of all rooms put together, and its checks.
+"""The configuration: TOML with positions, the settings of all packages, and its checks.
 
 tomlfile     a file and its fragments, with the position of every key
 tomlstruct   values into structs; every mistake with file, line, key and remedy

@@ -1,6 +1,6 @@
-"""Whether the table is up to date: the age of its newest row, from the state alone.
+"""Checks whether the table is up to date: the age of its newest row, from the state alone.
 
-Nothing is listed and no row is read, so it can run every minute, wherever the table can be reached.
+It lists no objects and reads no rows, so it can run every minute, on any machine that can reach the table.
 """
 
 from __future__ import annotations

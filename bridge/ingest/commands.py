@@ -90,7 +90,7 @@ def ingest(
         float | None, typer.Option(min=1, help="Keep running: look for new objects every N seconds [once].")
     ] = None,
     retry_quarantined: Annotated[
-        bool, typer.Option("--retry-quarantined", help="Read quarantined objects once more.")
+        bool, typer.Option("--retry-quarantined", help="Read quarantined objects again.")
     ] = False,
     full_listing_every: Annotated[
         float,
@@ -195,7 +195,7 @@ def report(
     *,
     source: Source,
     full_listing: Annotated[
-        bool, typer.Option("--full-listing", help="List all objects, not only what may be new.")
+        bool, typer.Option("--full-listing", help="List all objects, not only possibly new ones.")
     ] = False,
     html: Annotated[
         Path | None,
@@ -263,7 +263,7 @@ def repair(
     where: TableOptions,
     as_json: Json = False,
 ) -> None:
-    """Bring the state in line with the table after others have changed it; the next run ingests what is lost.
+    """Adapt the state to a table that others have changed; the next run ingests lost rows.
 
     Reads the statistics of the data files and, where these are not conclusive, the columns that identify a
     message.

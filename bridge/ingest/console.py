@@ -6,7 +6,7 @@
 3  numbers are missing (everything else was committed)
 4  nothing is missing, but numbers are only in quarantined or unreadable objects; refine: the table of rejects
    has rows
-5  other runs always committed first; nothing was added twice
+5  other runs committed first in every attempt; nothing was added twice
 6  nothing was found: no object under --source, and none in the table; or there is no such table
 7  others have changed the table: it may not have the rows of its state; everything else was committed
 8  `alarm`: the newest row is too old

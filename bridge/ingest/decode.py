@@ -1,10 +1,10 @@
 """Decode one object into a checked Arrow table; no Spark, no S3.
 
-An object key is a promise: rows of this gateway, stream and epoch, numbered exactly first..last, but for
-those that the object declares as left out (`bridge.filtered`). An object that breaks it (truncated,
-foreign, empty, wrong count) raises `BadObject`, and none of its rows is used. When the process lacks
-something (memory, a module, a codec that its Arrow was built without, a later version of declarations), the
-object is not at fault, and `Unreadable` is raised.
+An object key is a promise: rows of this gateway, stream and epoch, numbered exactly first..last, except those
+that the object declares as left out (`bridge.filtered`). An object that breaks it (truncated, foreign, empty,
+wrong count) raises `BadObject`, and none of its rows is used. If the process lacks something (memory, a
+module, a codec that its Arrow was built without, a later version of declarations), the object is not at
+fault, and `Unreadable` is raised.
 
 Every object is hostile input: a few hundred bytes can expand without limit, and a crashed process would stop
 the run for all objects. So rows are counted first, and memory and nesting depth are bounded before a library
@@ -14,8 +14,8 @@ Both formats give the same seven columns, all required. Additional columns are k
 and a simple type. `extras` are those that the table already has; for others `NewColumns` is raised, so that
 the driver adds them before any row is written.
 
-NDJSON is parsed by msgspec if it is installed, which is three times as fast. Arrow's reader serves where it
-is not, as on a cluster without compiled packages, and for objects with additional columns.
+NDJSON is parsed by msgspec if it is installed, which is three times as fast. Arrow's reader is used without
+it, for example on a cluster without compiled packages, and for objects with additional columns.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 One file per day of ingest time (UTC). Rows are buffered per day until they fill a row group, so that many
 small objects do not become many small row groups. The buffers of all days hold at most `BUFFERED` bytes;
-what is written goes to disk (or is spooled there on its way to S3). A file has its name from the start, and
-counts only once a commit names it.
+written bytes go to disk (or are spooled there on their way to S3). A file has its final name from the start,
+but counts only once a commit names it.
 """
 
 from __future__ import annotations

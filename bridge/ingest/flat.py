@@ -1,17 +1,19 @@
-"""Payloads to columns by Arrow's JSON reader, for batches in which every payload is plain.
+"""Converts payloads to columns with Arrow's JSON reader, for batches in which every payload is plain.
 
-Plain means that the result is what `typed` gives: each payload is an object with no keys but those of the
-schema, none of them twice, and each value has the type of its column. The reader refuses a batch that is not:
-it stops at another key, a key twice, a value of another type, an integer that the column cannot hold, text
-that is not JSON. What it would take and `typed` would not is found here:
+Plain means that the result is the same as that of `typed`: each payload is an object with only keys of the
+schema, none of them twice, and each value has the type of its column. The reader refuses a batch that is not
+plain: it stops at another key, a repeated key, a value of another type, an integer that the column cannot
+hold, and text that is not JSON. This module finds payloads that the reader would accept and `typed` would
+not:
 
-* Payloads are lines for it. So each must begin with `{`, and there must be as many rows as payloads. No
-  object goes on in the next line: within text the reader refuses a newline, and no value may be an object.
+* To the reader, payloads are lines. So each must begin with `{`, and there must be as many rows as payloads.
+  No object can continue on the next line, because the reader refuses a newline within text, and no value may
+  be an object.
 * It does not check UTF-8.
-* It takes NaN and the infinities, and rounds integers beyond 2^53 in a DOUBLE column. So a batch with a
-  number as large as that is not plain.
+* It accepts NaN and the infinities, and rounds integers beyond 2^53 in a DOUBLE column. So a batch with such
+  a large number is not plain.
 
-Only columns of numbers, text and booleans can be read so.
+Only columns of numbers, text and booleans can be read this way.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""GET requests to S3 that boto3 does not build: signed by botocore's signer, sent by its HTTP session.
+"""GET requests to S3 that bypass boto3: botocore signs them, and its HTTP session sends them.
 
-boto3 spends two thirds of its CPU time for a small object on what the ingest never looks at: it resolves the
-endpoint, and builds and parses the request and the answer by S3's service model. These requests skip that.
-They learn from the first one of boto3 where the bucket is and in which region, so that redirects, path style
-and other endpoints stay boto3's business.
+For a small object, boto3 spends two thirds of its CPU time on work that the ingest job does not need: it
+resolves the endpoint, and builds and parses request and response by S3's service model. These requests skip
+that. They learn the location and region of the bucket from the first request of boto3, so boto3 still handles
+redirects, path style and other endpoints.
 
-boto3 also stays responsible for everything that is not the object itself: `get` returns None for any other
-answer and for a broken connection, and the caller asks boto3, with its retries and errors. A store whose
-requests are not signed with AWS signature version 4 for `s3` (anonymous, directory buckets) learns nothing
-and only uses boto3.
+boto3 also handles everything other than the object itself: `get` returns None for any other response and for
+a broken connection, and then the caller uses boto3, with its retries and errors. A store whose requests are
+not signed with AWS signature version 4 for `s3` (anonymous, directory buckets) learns nothing and only uses
+boto3.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Objects read one by one in a child process: what a task does when its worker died before.
+"""Reads objects one by one in a child process, after the worker of an earlier attempt has died.
 
-A library that crashes at an object, or uses all memory, ends the worker and loses all that it had read. Spark
-retries the task. Here such an object ends only a child process: the object is quarantined with the reason,
-and the others are taken. One child reads object after object; one that died is replaced.
+A library that crashes on an object, or uses all memory, ends the worker, which loses everything that it had
+read. Spark retries the task. In the retry, such an object ends only a child process: the object is
+quarantined with the reason, and the others are taken. A child reads objects one after the other, and is
+replaced when it dies.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The job: list, plan, have the tasks work, commit, until nothing is new.
+"""The job: list, plan, run the tasks and commit, until nothing is new.
 
 A run can crash at any point. Before the commit it leaves unused data files, and perhaps a state document that
-no table points to; after the commit the round is done. No later run has to clean up for its result to be
-correct. If another run commits first, the round is discarded with its files, and planned again on top of that
-commit.
+no table points to. After the commit the round is done. Later runs need not clean up to be correct. If another
+run commits first, the round is discarded with its files, and planned again on top of that commit.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""What a run must know of the bucket: all of it once a day, and in between only what may be new.
+"""What a run lists of the bucket: everything once a day, and only possibly new objects in between.
 
 A full listing lists every key. In between, a run relies on the gateway reports, which say up to which number
-everything is uploaded (`exported`) or dropped, and what above it (`ahead`). It lists
+everything is uploaded (`exported`) or dropped, and which numbers above it are (`ahead`). It lists
 
 * the gateway reports, and reads those whose ETag is not the one in the state;
 * of the gateways whose report has changed, the streams with numbers that the report promises and the state
   does not have, from the key of the last number on up to which the state has all (`StartAfter`). If promised
   numbers are not found there, the whole stream is listed: a clock may have been set back, or an upload cut
-  differently. The same for streams that the report no longer has;
+  differently. The same applies to streams that the report no longer has;
 * the streams with quarantined or unreadable objects, in every run, whole; those with promised numbers that
   no object has (`absent`), from there on;
-* everything in folders without a valid gateway report of their own, because nothing says what they hold.
+* everything in folders without a valid gateway report, because their content is unknown.
 
 With notifications (`bridge.ingest.notifications`), the names of new objects and reports come from a queue,
 and neither the reports nor the folders are listed.
@@ -21,7 +21,7 @@ report), foreign keys, and duplicates.
 
 What the next run needs is in the state: `Listed` for all, and `absent`, `open` and `duplicates` of a stream.
 A commit writes it when everything that was listed is settled; one that leaves objects to a later round keeps
-the older record, and the next run finds the same news again. `repair` removes it, and so does another
+the older record, and the next run finds the same new objects again. `repair` removes it, and so does another
 `--source`: the next listing is full.
 """
 
@@ -85,7 +85,7 @@ class Listing:
         return self.full_at == self.began
 
     def save_reports(self, state: TableState) -> None:
-        """Put the reports into the state, also of streams without an object: these may never get one.
+        """Put the reports into the state, even for streams without an object, which may never get one.
 
         What another run has saved since may be newer, and stays.
         """
@@ -100,7 +100,7 @@ class Listing:
         return listed is None or listed.source != self.source or listed.full != self.full_at
 
     def record(self, state: TableState, unreadable: Iterable[tuple[str, str]]) -> None:
-        """Note in the state what the next run need not list, when every object found here is settled.
+        """Record in the state what the next run need not list, once every object found here is settled.
 
         `unreadable` are the objects, by key and ETag, that are neither taken nor quarantined. If another run
         has written its own record since, that one stays, unless this listing is full. Call `save_reports`
@@ -131,7 +131,7 @@ def look_around(
     full_every: float = DAY,
     notifications: Notifications | None = None,
 ) -> Listing:
-    """List what may be new; everything, if the last full listing is `full_every` seconds old, or unknown.
+    """List possibly new objects; all objects if the last full listing is `full_every` seconds old or unknown.
 
     `now` is Unix time in ms. The reports are read before the listing, so that none is newer than it.
     """
@@ -273,7 +273,7 @@ def _was_listed(name: StreamId, stream: StreamState, known: Listed) -> bool:
 
 
 def _unreported(store: ObjectStore, reports: GatewayReports, whole: set[StreamId]) -> list[Entry]:
-    """List the folders of which no gateway report says what they hold."""
+    """List the folders that no gateway report describes."""
     entries, folders = store.top()
     reported = {folder_prefix(gateway) for gateway in reports.updated} | {REPORTS}
     requests = [partial(_under, store, folder, "") for folder in folders if folder not in reported]
@@ -310,7 +310,7 @@ def _promised(
         gone = name.gateway in changed and name not in reports.streams
         if gone and name not in after and _was_listed(name, stream, known):
             after[name] = start_after(name, stream, stream.reported)
-    for name, stream in state.streams.items():  # what was missing may have been uploaded again
+    for name, stream in state.streams.items():  # missing numbers may have been uploaded again
         if not stream.absent or name in after or name in whole:
             continue
         settled = _numbers(stream)

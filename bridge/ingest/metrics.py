@@ -1,11 +1,11 @@
 """The figures of runs for Prometheus, as a file for node_exporter's textfile collector.
 
-A file and no listener: it also serves runs that a timer starts, and are gone when Prometheus asks; it needs
-no port and no rights of its own; and what is old in it shows by `last_success`. There is no series for each
-gateway or stream: a fleet of 10,000 would be 10,000 series. `report --html` shows those.
+It is a file instead of a listener because runs that a timer starts have ended when Prometheus scrapes, and
+because a file needs no port and no rights. `last_success` shows how old the figures are. There is no series
+per gateway or stream, as a fleet of 10,000 would need 10,000 series; `report --html` shows those.
 
-The file is replaced after each cycle: a reader sees the old figures or the new ones. The counters begin at 0
-with each process. A file that cannot be written is logged, and ends no run.
+The file is replaced after each cycle, so a reader sees either the old figures or the new ones. The counters
+begin at 0 with each process. A file that cannot be written is logged, and ends no run.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 With `--notifications QUEUE-URL` a run lists nothing that the queue has named. S3 sends a message for each new
 object, at least once and in any order. A message is deleted when the run has settled all of its objects: they
-are in the table, quarantined, or gone. That of an unreadable object stays, and comes back after the queue's
-visibility timeout; so do all messages of a run that fails, and those of gateway reports that no commit has
-recorded. What comes twice is skipped like any object that the table has.
+are in the table, quarantined, or gone. The message of an unreadable object stays, and comes back after the
+queue's visibility timeout. So do all messages of a run that fails, and those of gateway reports that no
+commit has recorded. A repeated message is skipped like any object that the table has.
 
-A notification may be lost (a queue set up too late, a message that expired). The next gateway report shows
-it, and the full listing finds what no report promises. See `bridge.ingest.listing`.
+A notification may be lost (a queue set up too late, an expired message). The next gateway report reveals it,
+and the full listing finds objects that no report promises. See `bridge.ingest.listing`.
 
 The queue belongs to one table: messages about other places are deleted, and counted in a note.
 """
@@ -31,7 +31,7 @@ WAIT = 1  # seconds; without waiting, SQS asks only some of its servers
 
 
 class Notifications:
-    """A queue, and what it says of the objects under `source`.
+    """A queue, and its notifications about objects under `source`.
 
     Raises BadOption if `url` is not that of a queue, or `source` is not in S3.
     """
@@ -77,7 +77,7 @@ class Notifications:
                 yield from entries
 
     def done(self, unreadable: Collection[str], *, recorded: bool) -> None:
-        """Delete the messages, but for those of unreadable objects, by key.
+        """Delete the messages, except those of unreadable objects (by key).
 
         Those of gateway reports stay, too, if the reports are not `recorded` in the state of the table.
         """
@@ -115,7 +115,7 @@ class Notifications:
                 entry = Entry(key[len(self._prefix) :], int(one["size"]), etag, when)
                 found += 1
                 yield entry
-        # anybody who may send to the queue can send anything
+        # a message may be anything that somebody has sent to the queue
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError):
             pass
         self.strange += not found

@@ -1,7 +1,7 @@
-"""Where a streaming query stands: its offsets, and the plan of the batch after one.
+"""The progress of a streaming query: its offsets, and the plan of the batch that follows an offset.
 
-Spark keeps the offset of each batch in the checkpoint of the query, before it starts the batch. An offset is
-all that the source remembers, a JSON object:
+Spark stores the offset of each batch in the checkpoint of the query before it starts the batch. An offset is
+the entire memory of the source, a JSON object:
 
     {"source": "s3://bucket/prefix", "query": "5f0c...", "batch": 17,
      "streams": {"gw-a": {"s0": {"1795000000000": [[0, 199]]}}}, "plan": "eJz..."}
@@ -9,7 +9,7 @@ all that the source remembers, a JSON object:
 * `streams`: the numbers that this batch and all before it have taken, as ranges by gateway, stream and epoch;
 * `plan`: which objects this batch reads, and which numbers it takes from each; and the quarantine. JSON,
   compressed by zlib, in base64;
-* `batch`: how many batches were planned; `query`: random, it tells the records of this query from others.
+* `batch`: how many batches were planned; `query`: a random id that marks the records of this query.
 
 So a batch that Spark repeats after a crash reads the same objects again, whatever was uploaded since.
 
@@ -21,8 +21,8 @@ and takes nothing from it. Whoever plans the next batch reads the records of thi
     unreadable  the same; it is also tried again when the query is started again
     gone        the same; it is not listed any more
 
-A record is written before the batch can end, and a repeated task looks for it first: what was once passed
-over in a batch stays so in each repetition of that batch.
+A record is written before the batch can end, and a repeated task looks for it first. So an object that was
+once passed over in a batch is passed over in every repetition of that batch.
 """
 
 from __future__ import annotations

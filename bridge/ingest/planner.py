@@ -5,8 +5,8 @@
 * no number of first..last is new: a duplicate, never read;
 * all are new: the object is read whole; some are new: it is read, and only those are kept.
 
-Within a plan, numbers count as covered once an object with them is planned. So two overlapping objects divide
-their numbers between them, and no join, shuffle or `dropDuplicates` is ever needed. A known bad object (same
+Within a plan, numbers count as covered once an object with them is planned. So two overlapping objects share
+their numbers out, and no join, shuffle or `dropDuplicates` is ever needed. A known bad object (same
 key, same ETag) is skipped until it is uploaded again.
 """
 
@@ -95,7 +95,7 @@ class Tally:
 
 
 class Inventory:
-    """The objects under a prefix, by stream. Other keys, but for gateway reports, are `foreign`."""
+    """The objects under a prefix, by stream. Other keys, except gateway reports, are `foreign`."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self.foreign: list[str] = []

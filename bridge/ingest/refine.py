@@ -8,29 +8,29 @@ becomes null silently.
 `{"value": ...}`. Anything else is a reject: no JSON (or CBOR), an object with a key twice, too large, too
 deep.
 
-**Columns.** A schema that is given is strict: a value that does not fit makes its row a reject, so that the
-columns are what the user asked for. A schema that is inferred adapts: such a value goes to a wider column
-beside that of its key, `<column>_double`, `<column>_bigint` or `<column>_text`, the first that holds it
-exactly. Which one depends on the value and on the column's type, and on nothing else; so the order of
-messages decides only which types `infer` finds, once, in the first messages, and whether a wider column
-exists. A table gets at most `MAX_WIDER` of these. Types and names: `schema`; what a type takes: `typed`.
+**Columns.** A given schema is strict: a value that does not fit makes its row a reject, so the columns are
+exactly those that the user asked for. An inferred schema adapts: such a value goes to a wider column next to
+that of its key, `<column>_double`, `<column>_bigint` or `<column>_text`, the first that can store it exactly.
+The choice depends only on the value and the column's type. So the order of messages decides only which types
+`infer` finds in the first messages, and whether a wider column exists. A table gets at most `MAX_WIDER` of
+these. `schema` defines types and names, `typed` which values a type accepts.
 
 **Keys without a column** are kept: the column `extra` has them as one JSON object. It also has the whole
 value of a key if an object in it has keys that the column's type lacks, or if the table has no room for a
 wider column. The result counts the rows with `extra`, and names the keys.
 
 **Rejects** show in the result: new ones by reason, and all that the table of rejects has. The command exits
-with 4 as long as it has any. With `replay`, they are typed again, by the rules of today; those that fit move
+with 4 as long as it has any. With `replay`, they are typed again, by the current rules; those that fit move
 to the typed table. The others keep their first reason.
 
 **Exactly once.** The state of each of the two tables lists the numbers that it has seen, and changes in the
 same commit as its rows. A crash between the two commits leaves one table ahead. The next run first brings the
-other one up to date, by the rules of the run that crashed: they are in the state too. Two runs at once add
-nothing twice: a commit succeeds only on top of the state that it was planned from; otherwise it raises
+other one up to date, by the rules of the crashed run, which are in the state too. Two concurrent runs add
+nothing twice: a commit succeeds only on top of the state from which it was planned; otherwise it raises
 `CommitConflict`, and its files are deleted. Only data files added since the last run are read, or all files
 if numbers are missing there because another engine has compacted the table.
 
-In this order, so that a kill at any point can be repaired by the next run:
+The steps have this order, so that the next run can repair a kill at any point:
 
 1. The schema and the names of columns go to the state of the typed table, then the columns are added.
 2. A round: the tasks write files; the rejects are committed, then the typed rows. If the tasks meet values

@@ -4,8 +4,8 @@
     writing  such rows -> data files of the typed table and of its rejects, and status rows
 
 One task does both, in one pass: `refining`. Only VARIANT takes Spark's own expressions in between; it is
-still one stage, with no shuffle and nothing on the driver. A task ends with a row that holds nothing but a
-note (JSON) of what it has met: the numbers that it has seen, keys without a column, missing columns.
+still one stage, with no shuffle and nothing on the driver. The last row of a task has only a note (JSON) of
+its findings: the numbers that it has seen, keys without a column, missing columns.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Make the state what the table is, after others have changed the table: `repair`, and `accept --rows`.
+"""Adapts the state to the table after others have changed the table: `repair`, and `accept --rows`.
 
-Both take stock of one version of the table: which numbers of which stream it has. A data file whose
-statistics name one stream, and as many rows as there are numbers between its bounds, holds exactly these
-numbers. It is read, but only the columns that identify a message, where that leaves a doubt: it holds several
-streams, rows are missing or deleted, it has no statistics, or its numbers overlap those of another file.
+Both determine which numbers of which stream one version of the table has. If the statistics of a data file
+name one stream, and as many rows as there are numbers between its bounds, the file has exactly these numbers.
+In cases of doubt, the columns that identify a message are read: if a file has several streams, missing or
+deleted rows or no statistics, or if its numbers overlap those of another file.
 
 Numbers of the state that the table no longer has are lost. After `repair` the state does not have them
 either, and the next run takes them again from the objects. After `accept` they count as deleted on purpose,
@@ -11,17 +11,17 @@ and no run takes them. After either, the state has numbers that only the table h
 or that the table has more than once, are `surplus`: no repair removes them, and the table differs from its
 state until they are gone or accepted.
 
-Of numbers that objects have declared as left out, the state knows only how many there are in each chunk of
-2^20. Where the table lacks as many numbers of a chunk, these are the ones. Where it does not, nobody knows
-which were left out and which are lost, so all that are absent there count as lost: after `repair` the next
-run reads the objects again and learns it; after `accept` all of them count as deleted on purpose.
+For numbers that objects have declared as left out, the state knows only their count in each chunk of 2^20. If
+the table lacks that many numbers of a chunk, these are the ones. Otherwise it is unknown which were left out
+and which are lost, so all that are absent there count as lost: after `repair`, the next run reads the objects
+again and finds out; after `accept`, all of them count as deleted on purpose.
 
-The new state counts by one commit without files, like that of a round: before it, nothing has happened. If
-another run commits first, nothing is done (CommitConflict). If another engine does, its commit is newer than
-the version that was examined, so the next run looks at it.
+The new state takes effect with one commit without files, like that of a round. If another run commits first,
+nothing is done (CommitConflict). If another engine does, its commit is newer than the examined version, so
+the next run checks it.
 
-A file of another engine in which numbers repeat and others are missing, so that their count still fits their
-bounds, is taken for one that has them all.
+If a file of another engine has repeated and missing numbers whose count still matches its bounds, it is
+assumed to have them all.
 """
 
 from __future__ import annotations
@@ -99,12 +99,12 @@ class Repaired:
 
 
 def repair(sink: Sink, *, dry_run: bool) -> Repaired:
-    """Make the state what the table is; the next run takes again what is lost. Raises CommitConflict."""
+    """Adapt the state to the table; the next run ingests lost rows again. Raises CommitConflict."""
     return _settle(sink, dry_run=dry_run, accept=False)
 
 
 def accept_rows(sink: Sink, *, dry_run: bool) -> Repaired:
-    """Accept the table as it is: what is lost was deleted on purpose. Raises CommitConflict."""
+    """Accept the table as it is: lost rows were deleted on purpose. Raises CommitConflict."""
     return _settle(sink, dry_run=dry_run, accept=True)
 
 
@@ -143,7 +143,7 @@ def _settle(sink: Sink, *, dry_run: bool, accept: bool) -> Repaired:
             stream.removed.update(change.lost)
     state.others = stock.surplus if accept else min(state.others, stock.surplus)
     state.checked, state.differs = content.at, ""
-    state.listed = None  # the next run lists everything, to find what is lost
+    state.listed = None  # the next run lists everything, to find lost rows
     sink.commit(state.version, StateStore(sink.state()).save(state, state.version), [])
     done.committed = True
     return done

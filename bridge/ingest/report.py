@@ -11,11 +11,11 @@ precedence:
 * quarantined  in an object that was refused
 * unreadable   in an object that this run could not read; the next run tries it again
 * waiting      not uploaded by the gateway yet
-* missing      none of these, or damaged or gone without explanation according to the gateway: lost
+* missing      none of these, or damaged or dropped without explanation according to the gateway: lost
 
 A gateway merges old drops into ranges with a count (`joined:<count>`). If such a range has at most that many
 numbers that are not in the table and not explained otherwise, the gateway dropped them: they are trimmed. If
-it has more, some were lost. Nobody knows which, so all of them count as missing.
+it has more, some were lost. It is unknown which, so all of them count as missing.
 
 Numbers that objects declare as left out are one range of a stream, with their count: they lie between others
 that are in the table, and the state only counts them.
@@ -182,7 +182,7 @@ def survey(source: StorageLocation, sink: Sink, full_every: float = DAY) -> tupl
     """
     now = time.time_ns() // 1_000_000
     listing = look_around(source.open(), source.url, load_state(sink), now, full_every)
-    state, standing = look(sink)  # after the listing: what was listed may be in the table by now
+    state, standing = look(sink)  # after the listing, because listed objects may be in the table by now
     inventory, reports, changes = listing.inventory, listing.reports, standing.changes
     return state, build(state, inventory, reports, sink.name, standing.rows, changes=changes, listing=listing)
 

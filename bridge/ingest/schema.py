@@ -28,7 +28,7 @@ LEVELS = 32  # of nesting that become types: engines read a schema recursively
 EXACT = 2**53  # a DOUBLE holds every integer up to this one
 VALUE = "value"  # the key of a payload that is a single number, string or boolean
 EXTRA = "extra"  # the column for keys without a column
-NOTE = "_note"  # what a task reports, beside its rows
+NOTE = "_note"  # the findings that a task reports besides its rows
 RESERVED = (*KEYS, *PARTITIONS, "payload", "reason", "fits", EXTRA, NOTE)
 MAX_WIDER = 100  # wider columns of a table: any device can cause one
 

@@ -1,4 +1,4 @@
-"""The Spark session: that of spark-submit or a notebook, or a local one on this machine."""
+"""The Spark session: the one of spark-submit or a notebook, or a local one on this machine."""
 
 from __future__ import annotations
 

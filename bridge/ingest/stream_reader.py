@@ -4,10 +4,10 @@ Every message comes once, whatever is killed, if the sink of the query is exactl
 the query is all the state there is; see `offsets`. The driver lists the objects at each trigger, and starts a
 batch only if there is something new. A task reads the objects of its part of the batch.
 
-A bad object stops the query, with its key; when it was uploaded again, the query goes on. With the option
-`quarantine`, a folder that driver and tasks can write, the query passes over it, leaves a record there with
-the reason, and takes it when it was uploaded again. Only a worker that dies of an object stops the query in
-any case: `streambridge ingest` can do more there.
+A bad object stops the query and names its key; once it is uploaded again, the query continues. With the
+option `quarantine`, a folder to which driver and tasks can write, the query skips the object, writes a record
+with the reason there, and takes the object once it is uploaded again. An object that kills its worker stops
+the query in any case; `streambridge ingest` can handle that.
 
 Spark 4.2 and newer hand the last offset and a limit to the source, and know available-now for it. Spark 4.0
 and 4.1 do neither, so the option `checkpoint` has to name the checkpoint location of the query: the source

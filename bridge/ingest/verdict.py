@@ -1,25 +1,25 @@
-"""Whether the table still has the rows that its state says, whatever others did to it.
+"""Checks whether the table still has the rows of its state, whatever others did to it.
 
-The state lists the numbers that runs have committed. Another engine can take rows away (a Delta RESTORE, a
-DELETE, an overwrite) or add some, and the state does not change with that. So every run and every report
-compare both, from metadata alone; no row is read. The table has the rows of its state if
+The state lists the numbers that runs have committed. Another engine can remove rows (a Delta RESTORE, a
+DELETE, an overwrite) or add some, which does not change the state. So every run and every report compare
+both, from metadata alone; no row is read. The table has the rows of its state if
 
 * the number of its rows is that of the state, and
-* of the commits since the version that the last round was planned on (`checked`), all that may have changed
-  rows are of runs. Such commits carry the pointer to the state. The format says of a commit whether it
-  changes rows: compaction does not (Iceberg: operation `replace`; Delta: `dataChange` false).
+* since the version on which the last round was planned (`checked`), only runs have made commits that may
+  change rows. The commits of runs have the pointer to the state. The format tells whether a commit changes
+  rows: compaction does not (Iceberg: operation `replace`; Delta: `dataChange` false).
 
-The number alone would miss rows that were replaced by as many others, and the commits alone forget what has
-expired. Where the commits since `checked` have expired (Iceberg: snapshots, Delta: the log), the number alone
-decides.
+The number alone would miss rows that were replaced by as many others, and the commits alone would miss
+expired ones. If the commits since `checked` have expired (Iceberg: snapshots, Delta: the log), the number
+alone decides.
 
-A run that finds a difference reports it, and writes the reason into the state (`differs`). There it stays
-until an operator decides: `repair` makes the state what the table is, so that the next run takes again what
-is lost; `accept` does the same, and remembers the lost numbers as deleted on purpose (`removed`), and rows
-that are no messages, or are there twice, as accepted (`others`). Both are in `bridge.ingest.repair`.
+A run that finds a difference reports it, and writes the reason into the state (`differs`). It stays there
+until an operator decides. `repair` adapts the state to the table, so the next run ingests lost rows again.
+`accept` does the same, but records the lost numbers as deleted on purpose (`removed`), and rows that are not
+messages or that occur twice as accepted (`others`). Both are in `bridge.ingest.repair`.
 
-The cost is one more look at the table's metadata, and for Delta one small file for each commit since
-`checked`: usually one.
+This costs one more read of the table's metadata, and for Delta one small file for each commit since
+`checked`, usually one.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def weigh(name: str, state: TableState, standing: Standing) -> list[str]:
 
 
 def look(sink: Sink) -> tuple[TableState, Standing]:
-    """Return the state that the table points to, and what the same version of the table says of its rows.
+    """Return the state that the table points to, and what the same version of the table says about its rows.
 
-    Raises StateMissing, and CommitConflict if other runs commit again and again meanwhile.
+    Raises StateMissing, and CommitConflict if other runs keep committing.
     """
     for _ in range(LOOKS):
         version = sink.pointer()  # before the location, which changes when another run creates the table

@@ -157,7 +157,7 @@ class Sink(Protocol):
     def tidy(self, tasks: Callable[[], Tasks]) -> Compacted:
         """Like `compact`, but only files that are due (see `sinks.due`), and without looking for them often.
 
-        For after a round: what it costs does not grow with the table.
+        Called after a round; its cost does not grow with the table.
         """
 
     def expire(self, days: float) -> int:
@@ -227,7 +227,7 @@ def tidied(tasks: Callable[[], Tasks], sink: Sink) -> Compacted:
 def discard(sink: Sink, files: Sequence[DataFile]) -> None:
     """Delete files whose commit was refused.
 
-    Files that the table has all the same are kept: the commit may have succeeded, and its answer was lost.
+    Files that the table has are kept: the commit may have succeeded although its answer was lost.
     """
     # Not `job.was_made`: that follows the chain of states, and a merge (`Sink.replace`) makes no new state.
     live = {file.path for file in sink.files()}

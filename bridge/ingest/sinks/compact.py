@@ -2,8 +2,8 @@
 
 Each round leaves one file per task and day. `merge` merges small files of a day in tasks, sorted by stream
 and number, and replaces them in one commit. `compact` does so with all small files, and a run, after its
-rounds, with those that are due (`due`). Other runs may go on meanwhile: whichever commits later checks again.
-A kill before the commit leaves files that nothing uses; after it nothing is left to be done. Nothing is
+rounds, with those that are due (`due`). Other runs may continue at the same time; the one that commits later
+checks again. A kill before the commit leaves unused files; after it, nothing is left to do. Nothing is
 replaced if the number of rows changes. Three kinds of files are left as they are: those in which another
 engine has deleted rows without rewriting them (a merge would bring these rows back), those with a column that
 was dropped from the table (a rollback could not restore its values), and those whose partitions are not days.

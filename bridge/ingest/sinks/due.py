@@ -2,11 +2,11 @@
 
 Each round leaves at least one file for each day that it has rows of. Files of a day are merged once there are
 enough of about the same size: a size class goes from a power of eight bytes to the next, and files of smaller
-classes go along. The result is of a higher class, so each row is written anew once per class, and five times
-at most. Files from `SMALL` on stay as they are.
+classes are included. The result is in a higher class, so each row is rewritten once per class, at most five
+times. Files of `SMALL` and more stay as they are.
 
-* Of the newest day, `MANY` of a class are merged: more will come.
-* Of every other day `FEW` are enough: rows may still come late, but most days are over.
+* For the newest day, `MANY` files of a class are merged, because more will come.
+* For every other day, `FEW` are enough: rows may still arrive late, but most days are over.
 
 So a day ends with a dozen files, or with large ones.
 """
@@ -38,7 +38,7 @@ def due(files: Sequence[LiveFile], newest: str) -> Iterator[list[LiveFile]]:
 
 
 def small(files: Sequence[LiveFile]) -> list[LiveFile]:
-    """Return the files that can be merged, but for their size."""
+    """Return the files that can be merged, regardless of their size."""
     return [file for file in files if file.day and not file.has_deletes and file.size < SMALL]
 
 

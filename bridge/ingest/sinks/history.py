@@ -4,8 +4,9 @@ Every commit copies the list of snapshots and adds metadata files. So a commit o
 snapshots, some at a time, and then deletes the files that only these used:
 
 * A snapshot that was current within the last hour stays, and so does its metadata file: a reader may use it.
-* Of the last week, the first snapshot of each day stays, if it names a state: to it a table can be set back.
-* What a branch or tag names stays, and so does what others have staged beside the table's history.
+* The first snapshot of each day of the last week stays if it names a state, so the table can be rolled back
+  to it.
+* Snapshots with a branch or tag stay, and so do those that others have staged outside the table's history.
 * Everything since the round that the commit builds on stays: the verdict compares these snapshots.
 
 The new snapshot names the manifest lists of the dropped ones in its summary, so that both become visible
@@ -102,7 +103,7 @@ def shared(metadata: TableMetadata) -> dict[str, list[Any]]:
 
 
 class Drop(ExpireSnapshots):
-    """Drops snapshots in a transaction; never heads of branches, nor what is tagged.
+    """Drops snapshots in a transaction, but never tagged ones or heads of branches.
 
     `by_ids` does the same, but copies all of the table's metadata twice for each snapshot.
     """
@@ -113,7 +114,7 @@ class Drop(ExpireSnapshots):
 
 
 def record(gone: Iterable[Snapshot]) -> dict[str, str]:
-    """Return what the summary of the commit that drops these snapshots says of them."""
+    """Return the properties about these snapshots for the summary of the commit that drops them."""
     lists = " ".join(snapshot.manifest_list.rpartition("/")[2] for snapshot in gone)
     return {EXPIRED: lists} if lists else {}
 
@@ -143,9 +144,9 @@ def unfinished(table: Table) -> list[str]:
 
 
 def delete(table: Table, lists: Iterable[str], store: ObjectStore) -> None:
-    """Delete manifest lists, and what is in them and no snapshot of the table uses any more.
+    """Delete manifest lists, with the manifests and data files that no snapshot of the table uses any more.
 
-    That is: manifests, and data files that were merged or otherwise replaced. `store` is where the table is.
+    Such data files were merged or otherwise replaced. `store` has the files of the table.
     Files that cannot be deleted stay: they do no harm, and `compact --expire-days` deletes them.
     """
     obsolete = set(lists) - {snapshot.manifest_list for snapshot in table.metadata.snapshots}

@@ -395,7 +395,7 @@ def open_catalog(
 
 
 def once(change: Change) -> Change:
-    """Let a change of a transaction never be made on top of what another writer has committed meanwhile.
+    """Keep a change of a transaction from being made on top of another writer's later commit.
 
     pyiceberg would do so at its retries, without a look at the pointer. See LOOK_AGAIN for why it retries.
     """
@@ -413,7 +413,7 @@ def data_file(table: Table, file: DataFile) -> IcebergFile:
     low, high = {}, {}
     for column, (least, most) in file.bounds.items():
         field = fields.get(column)
-        if field is None:  # of the topic: another engine has renamed it meanwhile
+        if field is None:  # of the topic, which another engine has renamed
             continue
         kind = cast("PrimitiveType", field.field_type)
         low[field.field_id], high[field.field_id] = to_bytes(kind, least), to_bytes(kind, most)

@@ -1,4 +1,4 @@
-"""What the metadata of an Iceberg table says of its rows: snapshots, and the files of the current one."""
+"""What the metadata of an Iceberg table says about its rows: snapshots, and the files of the current one."""
 
 from __future__ import annotations
 
