@@ -191,6 +191,9 @@ class Listener:
     def setblocking(self, on: bool) -> None:
         pass
 
+    def setsockopt(self, level: int, name: int, value: int) -> None:
+        pass
+
     def close(self) -> None:
         NETWORK.pop(self.address, None)
 
