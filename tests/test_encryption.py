@@ -21,6 +21,7 @@ import pytest
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
+from benchmarks.testbed.local import free_port
 from bridge.encryption import new_master
 
 ROOT = Path(__file__).parent.parent
@@ -85,9 +86,7 @@ class Service:
     """`streambridge run` as a process that a test kills and starts again."""
 
     def __init__(self, directory: Path, sink: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.data, self.key = directory / "data", directory / "key"
         self.config = directory / "streambridge.toml"
         self.text = CONFIG.format(port=self.port, sink=sink)

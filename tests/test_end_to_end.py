@@ -21,6 +21,8 @@ from typing import Any
 import paho.mqtt.client as mqtt
 import pytest
 
+from benchmarks.testbed.local import free_port
+
 ROOT = Path(__file__).parent.parent
 
 CONFIG = """
@@ -51,9 +53,7 @@ class Service:
     """`streambridge run` as a process that a test kills and starts again."""
 
     def __init__(self, directory: Path, flush: bool) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.config = directory / "streambridge.toml"
         self.config.write_text(CONFIG.format(port=self.port, flush=str(flush).lower()))
         self.process: subprocess.Popen[bytes] | None = None

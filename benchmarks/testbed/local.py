@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import socket
+from pathlib import Path
 from unittest import SkipTest
+
+LOWEST = 10_000  # servers with a well-known port are mostly below
 
 
 def find(program: str) -> str | None:
@@ -21,7 +25,17 @@ def tool(program: str) -> str:
 
 
 def free_port() -> int:
-    """A TCP port on loopback that is free at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on loopback that is free at this moment.
+
+    It is below those that the kernel hands out itself, if there are any: nothing else on the machine gets it
+    while a server that had it is down.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    choose = random.SystemRandom()
+    while True:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", choose.randrange(LOWEST, lowest) if lowest > 2 * LOWEST else 0))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.testbed.local import free_port
 from bridge.model import Limits, StrategyOnFull
 from tests.greengrass.conftest import Sdk, finish
 from tests.greengrass.harness import Raw, Server
@@ -164,9 +163,7 @@ def test_a_read_that_waits_in_vain_is_answered_inside_its_time(server: Server, s
 
 
 def test_the_client_reconnects_after_a_restart_of_the_service(tmp_path: Path, sdk: Sdk) -> None:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with Server(tmp_path, port=port) as server:
         server.stream("S")
         program = sdk.start(
