@@ -53,7 +53,6 @@ from bridge.plugin.api import Record
 from bridge.plugin.consumer import KIND
 from bridge.plugin.discovery import Registry
 from bridge.streams.dedup import SCOPED
-from bridge.streams.drops import DropReason
 from bridge.streams.segment import StreamMessage
 from bridge.streams.store import StreamStore, in_slices
 from bridge.streams.stream import Stream
@@ -562,12 +561,13 @@ class StreamManager:
         clients are served, and matching messages are dropped in steps. A stream with a limit of bytes or per
         topic counts its messages again after each drop, so there they are all dropped together at the end.
 
-        Raises StreamNotFound, InvalidRequest, CorruptData or OSError; then some may have been dropped.
+        Raises StreamNotFound, InvalidRequest, CorruptData, StorageFailed or OSError; then some may have been
+        dropped.
         """
         stream = self.stream(name)
         end = stream.next_sequence if upto is None else min(upto, stream.next_sequence)
         if topic is None:
-            return stream.drop_upto(end, DropReason.PURGED)
+            return stream.purge([(stream.oldest, end - 1)])
         if not is_topic_filter(topic):
             raise InvalidRequest(f"topic: {topic!r} is not an MQTT topic filter")
         ranges: list[tuple[int, int]] = []
@@ -582,9 +582,9 @@ class StreamManager:
                 if len(ranges) >= PURGE_STEP and not (
                     stream.limits is not None and stream.limits.tracks_messages
                 ):
-                    dropped += stream.drop(ranges[:PURGE_STEP], DropReason.PURGED)
+                    dropped += stream.purge(ranges[:PURGE_STEP])
                     del ranges[:PURGE_STEP]
-        return dropped + stream.drop(ranges, DropReason.PURGED)
+        return dropped + stream.purge(ranges)
 
 
 @contextmanager

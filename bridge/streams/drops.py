@@ -14,8 +14,10 @@ A file that has grown is replaced by its compact form. Adjacent ranges with the 
 the oldest message, all ranges but the newest `KEPT` are joined, except real losses. The compact form begins
 with 32 random bytes, which are not a record; they tell readers that the file is new.
 
-A record is synced before the files that it explains are deleted. Apart from that, a record is synced at once
-only if applying the limits again would not lead to the same drop.
+A record is synced before the files that it explains are deleted, and before a purge is confirmed. Apart from
+that, a record is synced at once only if applying the limits again would not lead to the same drop. After a
+failed sync, all records are written again before the next one. So they are after a start, because a sync may
+have failed before it.
 
 Preallocated zeros follow the records, and records overwrite them. If a record needed a new block, nothing
 could be freed on a full disk. The zeros are there from the stream's creation on; its definition says so (see
@@ -32,6 +34,7 @@ import struct
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from enum import IntEnum
+from errno import EIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -200,6 +203,7 @@ class DropLog(Drops):
         self._start = b""  # identifies the file; inode numbers are reused
         self._named = False  # the file's name is known to be on the disk
         self._unsaved: list[Drop] = []
+        self._suspect = True  # a sync has failed, or may have failed before this start
         self._begun = 0  # how many of them may be in the file already: rewritten without a change
         self.refresh()
 
@@ -248,12 +252,30 @@ class DropLog(Drops):
 
     def save(self) -> None:
         """Write what is not in the file yet, and extend the file, if the disk has space."""
+        with contextlib.suppress(OSError):
+            self._save()
+
+    def _save(self) -> None:
         end = self._size + len(self._unsaved) * _RECORD.size
-        if self._unsaved or self._room < end + ROOM // 2:
-            with contextlib.suppress(OSError):
-                if self._room < end + ROOM // 2:
-                    self._extend((end + 2 * ROOM - 1) // ROOM * ROOM)
-                self._write(len(self._unsaved))
+        if self._room < end + ROOM // 2:
+            self._extend((end + 2 * ROOM - 1) // ROOM * ROOM)
+        if self._unsaved:
+            self._write(len(self._unsaved))
+
+    def settle(self, oldest: int, *, fresh: bool) -> None:
+        """Have the record of a purge on the disk before its answer; raises OSError.
+
+        `oldest` is as in `explains`. `fresh`: the purge has dropped messages, and its record was synced if
+        that was possible. Otherwise they were dropped before, perhaps by an earlier process, and their record
+        may not be on the disk.
+        """
+        if fresh and not self._unsaved:
+            return
+        self.explains(oldest)
+        if self._unsaved:
+            self._save()
+        if self._size:
+            self.sync()
 
     def explains(self, oldest: int) -> bool:
         """Whether the file records all drops below `oldest`; writes what is missing, also on a full disk."""
@@ -262,8 +284,8 @@ class DropLog(Drops):
             below = sorted(drop for drop in self._unsaved if drop.first < oldest)
             joined = _joined(below)
             self._unsaved = joined + [drop for drop in self._unsaved if drop.first >= oldest]
-            self._write(len(joined))
-        return not any(drop.first < oldest for drop in self._unsaved)
+            self._write(len(joined), sync=True)  # what is joined with a purge may have another reason
+        return not self._suspect and not any(drop.first < oldest for drop in self._unsaved)
 
     def _extend(self, end: int) -> None:
         fd = self._files.open(self._path, os.O_WRONLY | os.O_CREAT)
@@ -276,8 +298,9 @@ class DropLog(Drops):
             os.close(fd)
         self._room = end
 
-    def _write(self, number: int) -> None:
-        """Write the first `number` unsaved records; raises OSError."""
+    def _write(self, number: int, *, sync: bool = False) -> None:
+        """Write the first `number` unsaved records, and sync them if they need it; raises OSError."""
+        self._repeat()
         drops = self._unsaved[:number]
         if not drops:
             return
@@ -285,8 +308,8 @@ class DropLog(Drops):
         try:
             self._begun = number
             self._files.write(fd, [b"".join(map(_encode, drops))], self._size)
-            if any(drop.reason not in _REPEATABLE for drop in drops):
-                self._files.sync(fd)
+            if sync or any(drop.reason not in _REPEATABLE for drop in drops):
+                self._sync(fd)
                 if not self._named:
                     self._files.sync_directory(self._path.parent)
                     self._named = True
@@ -297,11 +320,39 @@ class DropLog(Drops):
         del self._unsaved[:number]
         self._begun = 0
 
-    def sync(self) -> None:
-        """Bring the file to the disk; raises OSError. May run in a thread."""
-        fd = self._files.open(self._path, os.O_RDONLY)
+    def _repeat(self) -> None:
+        """After a failed sync, write all records again; raises OSError.
+
+        The kernel reports a failed sync once, and takes the pages for written from then on.
+        """
+        if not self._suspect:
+            return
+        self._suspect = False  # first, because a sync in a thread may fail meanwhile
+        try:
+            if self._size:
+                fd = self._files.open(self._path, os.O_RDWR)
+                try:
+                    self._files.write(fd, [self._files.read(fd, self._size, 0)], 0)
+                finally:
+                    os.close(fd)
+        except OSError:
+            self._suspect = True
+            raise
+
+    def _sync(self, fd: int) -> None:
         try:
             self._files.sync(fd)
+        except OSError:
+            self._suspect = True
+            raise
+
+    def sync(self) -> None:
+        """Bring the file to the disk; raises OSError. May run in a thread. `explains` comes before it."""
+        if self._suspect:
+            raise OSError(EIO, "an earlier sync failed", str(self._path))
+        fd = self._files.open(self._path, os.O_RDONLY)
+        try:
+            self._sync(fd)
         finally:
             os.close(fd)
         self._files.sync_directory(self._path.parent)
@@ -316,4 +367,4 @@ class DropLog(Drops):
         except OSError:
             return
         self._size = (1 + len(self.ranges)) * _RECORD.size
-        self._room, self._unsaved, self._begun = self._size + ROOM, [], 0
+        self._room, self._unsaved, self._begun, self._suspect = self._size + ROOM, [], 0, False

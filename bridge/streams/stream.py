@@ -482,6 +482,23 @@ class Stream(Contents):
         self._drop_obsolete()
         return number
 
+    def purge(self, ranges: Ranges) -> int:
+        """Drop messages because a client wants that; as `drop`.
+
+        Raises StorageFailed if the record of it is not on the disk. Then the messages are dropped, but may be
+        back after a restart or a power cut.
+        """
+        number = self.drop(ranges, DropReason.PURGED)
+        try:
+            self.drops.settle(self.oldest, fresh=number > 0)
+        except OSError as error:
+            raise StorageFailed(
+                f"stream {self.name!r}: the messages were dropped, but that cannot be recorded in "
+                f"{self.directory}: {error.strerror or error}; they may be back after a restart or a power "
+                "cut. Check the disk and its free space, and purge again"
+            ) from error
+        return number
+
     def drop_upto(self, number: int, reason: DropReason) -> int:
         """Drop all messages below `number`, as `drop` does."""
         return self.drop([(self.oldest, min(number, self.log.next) - 1)], reason)

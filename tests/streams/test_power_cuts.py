@@ -7,58 +7,86 @@ syncs can fail and be held back as well.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
+from collections.abc import Sequence
+from contextlib import closing
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bridge.errors import StorageFailed
+from bridge.operations.manager import StreamManager
 from bridge.streams.drops import DropReason
-from bridge.streams.meta import StorageSettings
+from bridge.streams.meta import MessageLimits, StorageSettings
+from bridge.streams.reader import StreamReader
+from bridge.streams.store import StreamStore
 
-from .conftest import House, payloads, put, run
+from ..test_manager import REGISTRY, NoExports
+from .conftest import House, everything, payloads, put, run
 from .test_commit import until
 from .test_syncs import Forgetful
 
 
 class Disk(Forgetful):
-    """Forgets names too, until their directory is synced. Fails or holds back syncs of segments."""
+    """Forgets names too, until their directory is synced. Fails syncs, and holds back those of segments."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.failures = 0  # of the next syncs
+        self.failures = 0  # of the next syncs of files whose names end so
+        self.failing = ".seg"
+        self.killed = False  # the process is dead, and changes nothing more
         self.hold = False
         self.reached, self.gate = threading.Event(), threading.Event()
         self._unnamed: set[Path] = set()
+        self._instant = threading.RLock()  # a power cut is between two calls of any thread
+
+    def _alive(self) -> None:
+        if self.killed:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def open(self, path: Path, flags: int) -> int:
         if flags & os.O_CREAT and not path.exists():
             self._unnamed.add(path)
         return super().open(path, flags)
 
+    def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
+        self._alive()
+        super().write(fd, parts, offset)
+
     def sync(self, fd: int) -> None:
-        segment = Path(f"/proc/self/fd/{fd}").readlink().suffix == ".seg"
-        if self.failures and segment:
-            self.failures -= 1
-            self.fail_next = True
+        self._alive()
+        name = Path(f"/proc/self/fd/{fd}").readlink().name
+        segment = name.endswith(".seg")
         try:
-            super().sync(fd)
+            with self._instant:
+                if self.failures and name.endswith(self.failing):
+                    self.failures -= 1
+                    self.fail_next = True
+                super().sync(fd)
         finally:
             if self.hold and segment:  # what is written from now on is not covered
                 self.hold = False
                 self.reached.set()
                 self.gate.wait(30)
 
+    def unlink(self, path: Path) -> None:
+        self._alive()
+        with self._instant:
+            super().unlink(path)
+
     def sync_directory(self, directory: Path) -> None:
         super().sync_directory(directory)
         self._unnamed = {path for path in self._unnamed if path.parent != directory}
 
     def power_cut(self, house: House) -> House:
-        found = super().power_cut(house)
-        for path in self._unnamed:
-            (found.data_dir / path.relative_to(house.data_dir)).unlink(missing_ok=True)
+        with self._instant:
+            found = super().power_cut(house)
+            for path in self._unnamed:
+                (found.data_dir / path.relative_to(house.data_dir)).unlink(missing_ok=True)
         return found
 
 
@@ -129,6 +157,98 @@ def test_what_was_stored_when_a_sync_began_is_on_the_disk_when_it_has_ended(
             found = disk.power_cut(house)
         async with found.stream() as stream:
             assert payloads(stream) == stored
+
+    run(work())
+
+
+async def purged(store: StreamStore, **what: Any) -> bool:
+    """Whether a purge of the stream is confirmed."""
+    try:
+        await StreamManager(store, REGISTRY, NoExports()).purge("s", **what)
+    except StorageFailed:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("segment_size", [1024, 1 << 20])
+@pytest.mark.parametrize("failures", range(5))
+def test_a_purge_that_was_confirmed_stands_after_a_power_cut_however_syncs_fail(
+    house: House, disk: Disk, failures: int, segment_size: int, killed: bool
+) -> None:
+    """A client repeats a purge until it is confirmed, also after a kill; then the power fails."""
+
+    async def work() -> None:
+        async with house.store() as store:
+            stream = store.create("s", StorageSettings(flush=True, segment_size=segment_size), b"{}")
+            for n in range(6):
+                await put(stream, b"%d" % n * 500)
+            disk.failing, disk.failures = "drops.log", failures
+            confirmed = await purged(store, upto=4)
+            disk.killed = killed and not confirmed
+            if confirmed:
+                found = disk.power_cut(house)
+        disk.killed = False
+        disk.failures = 0
+        if not confirmed:
+            async with house.store() as store:
+                assert await purged(store, upto=4)
+                found = disk.power_cut(house)
+        async with found.stream() as stream:
+            assert payloads(stream) == [b"4" * 500, b"5" * 500]
+            assert found.events == []
+
+    run(work())
+
+
+def test_after_a_kill_a_record_whose_sync_had_failed_is_written_again_before_the_next_one(
+    house: House, disk: Disk
+) -> None:
+    async def work() -> None:
+        settings = StorageSettings(flush=True, limits=MessageLimits(max_messages=8))
+        async with house.store() as store:
+            stream = store.create("s", settings, b"{}")
+            await put(stream, *(b"%d" % n for n in range(8)))
+            disk.failing, disk.failures = "drops.log", 99
+            assert not await purged(store, topic="t", upto=2)
+            disk.killed = True
+        disk.killed, disk.failures = False, 0
+        async with house.store() as store:
+            stream = store.streams["s"]
+            await put(stream, b"x", b"y", b"z")  # more than the limit: its record is not synced
+            assert await purged(store, upto=5)
+            found = disk.power_cut(house)
+        async with found.stream() as stream:
+            assert payloads(stream) == [b"5", b"6", b"7", b"x", b"y", b"z"]
+            assert found.events == []
+
+    run(work())
+
+
+@pytest.mark.parametrize("failures", range(3))
+def test_overwritten_messages_are_not_taken_for_lost_if_the_sync_of_their_record_had_failed(
+    house: House, disk: Disk, failures: int
+) -> None:
+    async def work() -> None:
+        settings = StorageSettings(flush=True, segment_size=1024, max_size=4096, overwrite=True)
+        async with house.store() as store:
+            stream = store.create("s", settings, b"{}")
+            disk.failing, disk.failures = "drops.log", failures
+            for n in range(12):
+                await put(stream, b"%03d" % n * 200)
+
+            def deleted() -> bool:
+                store.committer.maintain([stream])
+                return not stream.obsolete.any()
+
+            await until(deleted)
+            assert not disk.failures
+            found = disk.power_cut(house)
+        async with found.stream() as stream:
+            with closing(StreamReader(stream.directory)) as reader:
+                assert reader.lost() == []
+            assert everything(stream)[-1].payload == b"011" * 200
+            assert found.events == []
 
     run(work())
 

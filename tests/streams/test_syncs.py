@@ -257,7 +257,7 @@ class Forgetful(Files):
         found = House(house.data_dir.parent)
         found.data_dir = house.data_dir.with_name("found")
         shutil.copytree(house.data_dir, found.data_dir, symlinks=True)
-        for path in house.directory().glob("*.seg"):
+        for path in (*house.directory().glob("*.seg"), house.directory() / "drops.log"):
             durable = self._durable.get(path.stat().st_ino, b"")
             (found.directory() / path.name).write_bytes(durable)
         return found
