@@ -136,7 +136,7 @@ class Documents:
         shown = heapq.nlargest(CHARTS, exports, lambda export: (export.error is not None, export.lag))
         found = {
             "times": history.times(),
-            **{name: history.column(name) for name in ("rate", "size", "pending", "lost")},
+            **{name: history.column(name) for name in ("stored", "size", "pending", "lost")},
             "exports": [
                 {
                     "stream": export.stream,

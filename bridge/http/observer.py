@@ -102,9 +102,13 @@ class Observer:
         exports: ExportSupervisor,
         front_ends: Mapping[str, FrontEnd],
         probe_timeout: float = PROBE_TIMEOUT,
+        history_step: float = history.STEP,
     ) -> None:
-        """`probe_timeout` is the number of seconds after which a write to the disk counts as hung."""
-        self._probe_timeout = probe_timeout
+        """`probe_timeout` is the number of seconds after which a write to the disk counts as hung.
+
+        `history_step` is the least number of seconds between two steps of the history.
+        """
+        self._probe_timeout, self._history_step = probe_timeout, history_step
         self._gateway, self._data_dir, self._manager, self._exports = gateway, data_dir, manager, exports
         self._front_ends = front_ends
         self._devices = {name: one for name, one in front_ends.items() if isinstance(one, DeviceFrontEnd)}
@@ -116,6 +120,8 @@ class Observer:
         self._next_step = 0.0
         self._troubles: dict[tuple[str, str], str] = {}  # of streams and exports, as noted in the events
         self._numbers: deque[tuple[int, dict[str, int]]] = deque(maxlen=3)  # when, each stream's next number
+        self._ends: dict[str, int] | None = None  # each stream's next number at the last step of the history
+        self._stored = 0  # messages since the first step
         self._version = _version()
         self._started = _now()
         self._state: ServiceState | None = None
@@ -163,11 +169,15 @@ class Observer:
 
     def _record(self) -> None:
         state = self.state(fresh=True)
-        self._numbers.append((state.time, {stream.name: stream.newest + 1 for stream in state.streams}))
+        ends = {stream.name: stream.newest + 1 for stream in state.streams}
+        self._numbers.append((state.time, ends))
         self._note_troubles(state)
         if time.monotonic() >= self._next_step:
-            self._next_step = time.monotonic() + history.STEP
-            self.history.add(state.time, dict(_values(state)))
+            self._next_step = time.monotonic() + self._history_step
+            if self._ends is not None:
+                self._stored += _growth(self._ends, ends)
+            self._ends = ends
+            self.history.add(state.time, {("stored",): self._stored, **dict(_values(state))})
 
     def _note_troubles(self, state: ServiceState) -> None:
         """Add events for everything that has failed or recovered since the last time."""
@@ -403,9 +413,6 @@ class Observer:
 
 def _values(state: ServiceState) -> Iterator[tuple[history.Key, float]]:
     """Return the values of a state that are kept for an hour."""
-    rates = [stream.rate for stream in state.streams if stream.rate is not None]
-    if rates or not state.streams:
-        yield ("rate",), round(sum(rates), 2)
     yield ("size",), sum(stream.size for stream in state.streams)
     yield ("pending",), sum(export.lag for export in state.exports if not export.disabled)
     yield ("lost",), lost(state)
@@ -414,9 +421,15 @@ def _values(state: ServiceState) -> Iterator[tuple[history.Key, float]]:
         for reason, number in stream.dropped.items():
             yield ("stream", stream.name, "dropped", reason), number
         for reason, number in stream.rejected.items():
-            yield ("stream", stream.name, "refused", reason), number
+            yield ("stream", stream.name, "rejected", reason), number
     for export in state.exports:
         yield ("stream", export.stream, "pending", export.identifier), export.lag
+
+
+def _growth(before: Mapping[str, int], after: Mapping[str, int]) -> int:
+    """Return how many messages were stored in between: the numbers of a new stream begin at 0."""
+    counts = ((before.get(name, 0), end) for name, end in after.items())
+    return sum(end - start if end >= start else end for start, end in counts)
 
 
 def _times_of(wanted: Mapping[Key, Number]) -> dict[Key, tuple[int, int]]:

@@ -110,6 +110,50 @@ def test_only_messages_that_were_dropped_or_refused_are_counted_as_such(tmp_path
     asyncio.run(look())
 
 
+def test_a_burst_between_two_steps_of_the_history_counts_whatever_streams_come_and_go(tmp_path: Path) -> None:
+    async def look() -> None:
+        store = StreamStore(tmp_path / "data", tmp_path / "memory", on_event=lambda *_: None)
+        manager = StreamManager(store, Registry(), NoExports())
+        watching = Observer("plant-7", tmp_path / "data", manager, NoWorker(), {}, history_step=0)
+
+        async def step() -> None:
+            known = len(watching.history.times())
+            running = asyncio.create_task(watching.run())  # begins with a step
+            while len(watching.history.times()) == known:
+                await asyncio.sleep(0)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+        async def put(name: str, number: int) -> None:
+            for _ in range(number):
+                manager.stream(name).append(b"t", b"21.5")
+            await manager.stream(name).idle()
+
+        def create(name: str) -> None:
+            manager.create(MessageStreamDefinition(name=name, strategy_on_full=StrategyOnFull.RejectNewData))
+
+        try:
+            create("goes")
+            create("stays")
+            await put("goes", 50)
+            await step()
+            await put("stays", 3000)
+            await step()
+            await step()
+            manager.delete("goes")
+            await put("stays", 10)
+            await step()
+            create("goes")
+            await put("goes", 7)
+            await step()
+            assert watching.history.column("stored") == [0, 3000, 3000, 3010, 3017]
+        finally:
+            watching.close()
+            await store.close()
+
+    asyncio.run(look())
+
+
 def test_a_wall_clock_that_ntp_sets_is_shown(tmp_path: Path) -> None:
     async def look() -> None:
         machine = Machine(40, synchronised=False)

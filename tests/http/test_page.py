@@ -98,6 +98,16 @@ def test_a_fresh_page_shows_the_backlog_of_the_time_before_it(service: Service, 
     assert len(past["pending"]) == len(past["exports"][0]["pending"]) == len(past["times"]) > 0
 
 
+def test_the_chart_of_stored_messages_shows_what_was_stored_in_each_step(page: Browser) -> None:
+    label = page.see(
+        "(showHour({times: [0, 20000, 40000, 30000, 50000], stored: [0, 3000, 3000, 3100, 3100],"
+        " size: [0, 0, 0, 0, 0], pending: [0, 0, 0, 0, 0], lost: [0, 0, 0, 0, 0], exports: []},"
+        " {time: 51000, totals: {rate: 0, pending: 0, size: 0}, exports: []}),"
+        " document.querySelector('#hour svg').getAttribute('aria-label'))"
+    )
+    assert label == "Messages stored per second: Now 0/s, at most 150/s"
+
+
 def test_a_name_with_markup_is_shown_literally(service: Service, page: Browser) -> None:
     name = "<img src=x onerror=document.title='taken'>"
     page.see("location.hash = '#/clients'")

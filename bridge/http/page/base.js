@@ -47,10 +47,11 @@ const put = (node, text) => { if (node.textContent !== text) node.textContent = 
 const link = (name) => `#/stream/${encodeURIComponent(name)}`;
 const plural = (number, noun) => number === 1 ? noun : `${noun}s`;
 
-/* The differences of a counter, per second; null where one value is missing, or the counter began again. */
+/* The differences of a counter, per second; null where one value is missing, or the counter began again or
+   the clock was set back. */
 function rates(times, values) {
-  return values.map((value, at) => at === 0 || value === null || values[at - 1] === null || value < values[at - 1]
-    ? null : (value - values[at - 1]) * 1000 / Math.max(1, times[at] - times[at - 1]));
+  return values.map((value, at) => at === 0 || value === null || values[at - 1] === null || value < values[at - 1] || times[at] <= times[at - 1]
+    ? null : (value - values[at - 1]) * 1000 / (times[at] - times[at - 1]));
 }
 
 class Refused extends Error {

@@ -177,7 +177,7 @@ function showOverview(now) {
 function showHour(past, now) {
   const times = [...past.times, now.time], { totals } = now;
   hour.show([
-    { key: "rate", title: "Messages stored per second", times, values: [...past.rate, totals.rate], format: asRate },
+    { key: "rate", title: "Messages stored per second", times, values: [...rates(past.times, past.stored), totals.rate], format: asRate },
     { key: "pending", title: "Pending exports, messages", times, values: [...past.pending, totals.pending], format: asCount },
     { key: "size", title: "Size of all streams", times, values: [...past.size, totals.size], format: asSize, top: binary },
     { key: "lost", title: "Lost or refused per second", times, values: [...rates(past.times, past.lost), null], format: asRate },

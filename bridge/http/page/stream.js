@@ -20,7 +20,7 @@ function showStream(found, ready) {
   const at = (when, number) => s.messages && when !== null ? [`${span(time - when)} ago`, `number ${whole.format(number)}, ${moment.format(when)}`] : ["–"];
   const facts = [
     ["State", state.state, state.sub],
-    ["Rate", s.rate === null ? "–" : `${rate(s.rate)}/s`, "the last 15 s"],
+    ["Rate", s.rate === null ? "–" : `${rate(s.rate)}/s`, "the last 5 to 10 s"],
     ["Messages", whole.format(s.messages), s.pending ? `${size(s.pending)} not committed` : ""],
     ["First message", ...at(found.firstTime, s.oldest)],
     ["Last message", ...at(found.lastTime, s.newest)],
