@@ -111,7 +111,7 @@ class Consumer:
         except (CorruptData, OSError) as error:
             self.error = f"{error}; delivering again from the start"
             log.error("%s: %s", self._label, self.error)
-        if loaded is not None and loaded.identity == identity:
+        if loaded is not None and loaded.identity.begins_as(identity):
             self.position = Position(0)
             # After a power cut, the clock's own file may be older. Later reads may correct the clock, but too
             # late for leases that were shortened by then.
@@ -536,7 +536,8 @@ def _status(identifier: str, position: Position, error: str | None) -> ExportSta
 
 
 def _identity(stream: Stream, config: ConsumerConfig) -> Identity:
-    return Identity(stream.epoch, config.start_sequence_number, config.start_time or "")
+    begun = stream.meta.begun.get(config.identifier, 0)
+    return Identity(stream.epoch, config.start_sequence_number, config.start_time or "", begun)
 
 
 def _seen(flight: asyncio.Future[None]) -> None:

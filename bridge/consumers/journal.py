@@ -13,9 +13,10 @@ a file needs no more space, which matters because on a full disk it is consumers
     record = length u32 | crc32 u32 | msgpack body (`length` bytes)
 
 The CRC of a record starts from that of its half's head, and covers length and body. The first body is
-[identity, change], the others are changes: [at, frontier, [[first, last], ...] settled, [[number, until,
-deliveries, size], ...] leases, [messages, size, rejected, skipped, last time] counts]. `at` and `until` are
-in ms on the age timeline (`bridge.clock`), sizes in bytes.
+[[epoch, start, start time, begun], change], the others are changes: [at, frontier, [[first, last], ...]
+settled, [[number, until, deliveries, size], ...] leases, [messages, size, rejected, skipped, last time]
+counts]. `at` and `until` are in ms on the age timeline (`bridge.clock`), sizes in bytes. `begun` is that of
+`streams.meta`; versions that do not know it leave it out.
 
 The first record that fails its check ends a half: its write was not finished. If no half is valid, the
 consumer starts again at its start sequence number: messages are delivered again, and none is lost.
@@ -46,11 +47,21 @@ _START = _HEAD.size + _CRC.size
 
 
 class Identity(Struct, array_like=True, frozen=True):
-    """Identifies the owner of a position. If any field differs, the position is discarded."""
+    """Identifies the owner of a position. If any field differs, the position is discarded.
+
+    `begun` is the number of the consumer in `streams.meta`, -1 in a file of a version that does not know it.
+    """
 
     epoch: int
     start: int = 0
     start_time: str = ""
+    begun: int = -1
+
+    def begins_as(self, other: Identity) -> bool:
+        """As `export.cursor.Cursor.begins_as`, and of the same stream."""
+        if self.begun < 0 or not other.begun:
+            other = msgspec.structs.replace(other, begun=self.begun)
+        return self == other
 
 
 class Loaded(Struct):

@@ -32,6 +32,11 @@ for a batch that does not begin at `position` it has `planned_ahead` instead of 
 it has neither key. A version that does not know these keys continues from `position`, and exports the ranges
 again.
 
+`start` and `begun` say with which start the export began. If `begun` in the definition (`streams.meta`) is
+another number, an update has moved the start, even if it is the same number again, and the export starts
+over. Versions that do not know `begun` compare `start` only. What they have written has no `begun`; then only
+`start` counts here too.
+
 If writes may be without a sync (`position`), `body` has `reserved`, a number above which nothing is sent
 before the next sync, and `boot`, the boot id. The numbers of a stream continue after `reached`; after another
 boot, after `reserved`.
@@ -87,14 +92,15 @@ class Cursor(Struct, kw_only=True):
 
     `ahead` has the exported ranges above it: ascending, not adjacent, at most `MAX_AHEAD`. `planned`, or
     `planned_ahead`, is the batch whose boundaries are fixed and that is not settled yet.
-    `start` is the configured start sequence number from which the export began. `reached` is the highest
-    number that may have been sent or was passed, -1 if none. It never decreases, and a start beyond the
-    newest message does not count. In a boot other than `boot`, use `reserved` instead, because a later
-    `reached` may be lost. `transform` is the state of the transforms at `position`. `skipped`
-    counts the numbers that the position has passed without exporting or rejecting a message. `stopped` is
-    the `fingerprint` of the configuration with which the exporter raised `Stopped`; empty while the export
-    may run. `limit` is that of `sizing`, 0 for none. `error_since` is when the export began to report
-    errors, Unix time in ms.
+    `start` is the configured start sequence number from which the export began. `begun` is its number in
+    `streams.meta`, which also tells a start that was moved and moved back from one that stayed. `reached` is
+    the highest number that may have been sent or was passed, -1 if none. It never decreases, and a start
+    beyond the newest message does not count. In a boot other than `boot`, use `reserved` instead, because a
+    later `reached` may be lost. `transform` is the state of the transforms at `position`. `skipped` counts
+    the numbers that the position has passed without exporting or rejecting a message. `stopped` is the
+    `fingerprint` of the configuration with which the exporter raised `Stopped`; empty while the export may
+    run. `limit` is that of `sizing`, 0 for none. `error_since` is when the export began to report errors,
+    Unix time in ms.
     """
 
     epoch: int
@@ -119,6 +125,16 @@ class Cursor(Struct, kw_only=True):
     sealed: bool | UnsetType = UNSET  # only in the file
     reserved: int | UnsetType = UNSET
     boot: str | UnsetType = UNSET
+    begun: int | UnsetType = UNSET  # written by versions that know it
+
+    def begins_as(self, other: Cursor) -> bool:
+        """Return whether no update has moved the start since. `other` is a new cursor.
+
+        If an older version has written this cursor, or the definition, only the start is known.
+        """
+        if self.begun is UNSET or not other.begun:
+            return self.start == other.start
+        return (self.start, self.begun) == (other.start, other.begun)
 
     def sent(self, boot: str) -> int:
         """Return the highest number that may have been sent, as known in this boot; -1 if none."""

@@ -49,13 +49,14 @@ class Position:
     """
 
     def __init__(
-        self, host: Host, source: Source, kind: str, config: ExportConfig, limits: BatchLimits
+        self, host: Host, source: Source, kind: str, config: ExportConfig, limits: BatchLimits, begun: int
     ) -> None:
+        """`begun` is the number of the export in `streams.meta`."""
         self.key = source.name, config.identifier
         self.label = f"export {config.identifier} ({kind}) of {source.name}"  # for the log
         self.source = source
         self._host, self._kind, self._contiguous = host, kind, limits.contiguous
-        self._by_record = limits.by_record
+        self._by_record, self._begun = limits.by_record, begun
         directory = cursors.stream_directory(host.data_dir, source.name)
         self._path = directory / f"{directory_name(config.identifier)}.cursor"
         self._sealing = (
@@ -79,7 +80,12 @@ class Position:
     def _fresh(self, config: ExportConfig) -> cursors.Cursor:
         start = start_of(config)
         return cursors.Cursor(
-            epoch=self.source.epoch, kind=self._kind, start=start, position=start, limit=FIRST
+            epoch=self.source.epoch,
+            kind=self._kind,
+            start=start,
+            begun=self._begun,
+            position=start,
+            limit=FIRST,
         )
 
     def load(self, config: ExportConfig, oldest: Callable[[], int]) -> bool:
@@ -103,7 +109,7 @@ class Position:
             if found is None or found.epoch != self.source.epoch or found.kind != self._kind:
                 self._path.with_suffix(".skipped").unlink(missing_ok=True)
                 found = None
-            elif found.start != fresh.start:  # a new start moves the position; the rest stays
+            elif not found.begins_as(fresh):  # a new start moves the position; the rest stays
                 fresh.messages, fresh.size, fresh.last_time = found.messages, found.size, found.last_time
                 fresh.rejected, fresh.skipped, fresh.limit = found.rejected, found.skipped, found.limit
                 found = None
@@ -113,6 +119,7 @@ class Position:
             fresh.skipped += first - fresh.position
             fresh.position = first
         loaded = found or fresh
+        loaded.begun = self._begun
         if loaded.stopped and loaded.stopped != cursors.fingerprint(config):
             loaded.stopped = b""
             loaded.fail(None)

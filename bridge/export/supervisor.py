@@ -19,7 +19,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -55,7 +55,7 @@ class _Stream:
         self.since = since  # reports with older revisions are about deleted exports and are ignored
         self.define: wire.Define | None = None
         self.oldest = self.next = 0
-        self.origins: dict[str, tuple[str, object]] = {}  # by export, what its position depends on
+        self.begun: dict[str, int] = {}  # by export; another number has another position
         self.enabled: set[str] = set()
         self.identifiers: list[str] = []
         self.statuses: dict[str, ExportStatus] = {}
@@ -134,8 +134,12 @@ class ExportSupervisor:
         epoch: int,
         definition: MessageStreamDefinition,
         paused: Collection[str],
+        begun: Mapping[str, int],
     ) -> None:
-        """A stream was found, created or updated, or exports of it were paused or resumed."""
+        """A stream was found, created or updated, or exports of it were paused or resumed.
+
+        `begun` is that of `streams.meta`.
+        """
         stream = self._streams.get(name)
         if stream is None or (stream.define is not None and stream.define.epoch != epoch):
             stream = self._streams[name] = _Stream(self._revision + 1)
@@ -156,16 +160,12 @@ class ExportSupervisor:
             exports,
             sorted(paused),
             definition.encryption,
+            dict(begun),
         )
         configs = [config for configs in exports.values() for config in configs]
         before, stream.identifiers = stream.identifiers, [str(config.get("identifier")) for config in configs]
-        origins = {
-            str(config.get("identifier")): (kind, config.get("startSequenceNumber", 0))
-            for kind, items in exports.items()
-            for config in items
-        }
-        moved = {one for one, place in origins.items() if stream.origins.get(one, place) != place}
-        stream.origins = origins
+        moved = {one for one in stream.identifiers if stream.begun.get(one) != begun.get(one)}
+        stream.begun = dict(begun)
         for identifier in moved:  # counts as having sent nothing until the worker reports its position
             stream.positions.pop(identifier, None)
         stream.enabled = {str(c.get("identifier")) for c in configs if not c.get("disabled")}

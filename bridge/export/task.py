@@ -31,7 +31,7 @@ from bridge.export.backoff import Backoff
 from bridge.export.batches import Batches, NoBatch, size_of
 from bridge.export.host import Host
 from bridge.export.planning import Planner, Source, too_large
-from bridge.export.position import Position, shorten, start_of
+from bridge.export.position import Position, shorten
 from bridge.model import ExportStatus
 from bridge.plugin.api import (
     AwsBatchedConfig,
@@ -65,15 +65,22 @@ class Task:
     """One export. `running`, `last_step` and `deadline` belong to the scheduler's lock."""
 
     def __init__(
-        self, host: Host, source: Source, kind: str, exporter: type[Exporter], config: ExportConfig
+        self,
+        host: Host,
+        source: Source,
+        kind: str,
+        exporter: type[Exporter],
+        config: ExportConfig,
+        begun: int,
     ) -> None:
-        self.source, self.kind, self.config = source, kind, config
+        """`begun` is its number in `streams.meta`."""
+        self.source, self.kind, self.config, self.begun = source, kind, config, begun
         self.running = False
         self.last_step = 0.0
         self.deadline = 0.0  # when the running step counts as hung
         self.alone = False  # must not run at the same time as another suspect
         self.deleted = self.closed = False
-        self.position = Position(host, source, kind, config, exporter.limits)
+        self.position = Position(host, source, kind, config, exporter.limits, begun)
         self.key, self.label = self.position.key, self.position.label
         self._host, self._cls = host, exporter
         self._exporter: Exporter | None = None
@@ -101,10 +108,6 @@ class Task:
     def timeout(self) -> float:
         """Return the seconds without progress after which a step counts as hung."""
         return self._host.tuning.hang or self._cls.timeout
-
-    def accepts(self, kind: str, config: ExportConfig) -> bool:
-        """Return whether an update to this configuration keeps the position; if not, it is another export."""
-        return kind == self.kind and start_of(config) == start_of(self.config)
 
     def remove(self, *, replaced: bool = False, pending: Sequence[Record] | None = None) -> None:
         """Delete the export: the next step closes it, and its position is deleted.

@@ -62,7 +62,7 @@ class Define(WorkerMessage, frozen=True, array_like=True, tag=True):
     """To the worker: a stream and its exports from now on. `revision` increases with each message.
 
     `paused` has the identifiers of exports that an operator has paused. `flush`: messages are synced before
-    they are committed. `encrypted` is `encryption` of its definition.
+    they are committed. `encrypted` is `encryption` of its definition. `begun` is that of `streams.meta`.
     """
 
     name: str
@@ -73,6 +73,7 @@ class Define(WorkerMessage, frozen=True, array_like=True, tag=True):
     exports: dict[str, list[dict[str, Any]]]
     paused: list[str] = []
     encrypted: bool = False
+    begun: dict[str, int] = {}
 
 
 class Try(WorkerMessage, frozen=True, array_like=True, tag=True):

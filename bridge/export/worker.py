@@ -43,7 +43,7 @@ from bridge.export.scheduler import Scheduler
 from bridge.export.task import Task
 from bridge.model import ExportStatus
 from bridge.plugin import aws, discovery, metadata
-from bridge.plugin.api import ExportConfig, Record, Retry
+from bridge.plugin.api import Record, Retry
 from bridge.plugin.hooks import Event
 from bridge.plugin.link import Link
 
@@ -269,7 +269,8 @@ class Worker:
                 self._remove(task)
         for kind, config in wanted:
             current = self._scheduler.get(message.name, config.identifier)
-            if current is not None and not current.deleted and current.accepts(kind, config):
+            begun = message.begun.get(config.identifier, 0)
+            if current is not None and not current.deleted and (current.kind, current.begun) == (kind, begun):
                 if current.config != config:
                     current.update(config)
                 current.paused = config.identifier in message.paused
@@ -277,7 +278,10 @@ class Worker:
             replaced = current if current is not None and not current.deleted else None
             if current is not None:
                 self._remove(current, replaced=True)
-            self._add(source, kind, config, replaced, paused=config.identifier in message.paused)
+            task = Task(self._host, source, kind, self._registry.exporters[kind], config, begun)
+            task.paused = config.identifier in message.paused
+            task.position.replaced = replaced.position if replaced is not None else None
+            self._add(task)
         self._scheduler.wake(message.name)
         self.changed(message.name)
 
@@ -288,12 +292,7 @@ class Worker:
                 task.retry(upto)
         self._scheduler.wake(name)
 
-    def _add(
-        self, source: Source, kind: str, config: ExportConfig, replaced: Task | None, *, paused: bool
-    ) -> None:
-        task = Task(self._host, source, kind, self._registry.exporters[kind], config)
-        task.paused = paused
-        task.position.replaced = replaced.position if replaced is not None else None
+    def _add(self, task: Task) -> None:
         crash = self._crashes.pop(task.key, None)
         if crash is not None:
             task.hold(crash.wait, crash.reason, alone=crash.alone)

@@ -74,8 +74,12 @@ class Exports(Protocol):
         epoch: int,
         definition: MessageStreamDefinition,
         paused: Collection[str],
+        begun: Mapping[str, int],
     ) -> None:
-        """A stream was opened or created, or its definition or the exports that are paused have changed."""
+        """A stream was opened or created, or its definition or the exports that are paused have changed.
+
+        `begun` is that of `streams.meta`: an export whose number there has changed starts over.
+        """
 
     def retry(self, name: str, identifiers: Collection[str]) -> None:
         """Let these exports send what they have now."""
@@ -164,13 +168,13 @@ class StreamManager:
 
     def _define_exports(self, stream: Stream, definition: MessageStreamDefinition) -> None:
         """Define the exports and consumers of a stream."""
-        exports, paused = definition.export_definition, stream.meta.paused
+        exports, paused, begun = definition.export_definition, stream.meta.paused, stream.meta.begun
         self.consumers.define(stream, exports.get(KIND, ()), paused)
         if KIND in exports:
             stream.on_commit.append(lambda: self.consumers.wake(stream.name))
             others = {kind: configs for kind, configs in exports.items() if kind != KIND}
             definition = msgspec.structs.replace(definition, export_definition=others)
-        self._exports.define(stream.name, stream.directory, stream.epoch, definition, paused)
+        self._exports.define(stream.name, stream.directory, stream.epoch, definition, paused, begun)
 
     def _unbind(self, stream: Stream) -> None:
         self.bindings.unbind(stream, self.definitions[stream.name])
@@ -235,7 +239,8 @@ class StreamManager:
     def update(self, raw: Mapping[str, Any] | MessageStreamDefinition, if_version: str | None = None) -> None:
         """updateMessageStream: the whole definition is replaced, exports are matched by identifier.
 
-        A paused export stays paused, as long as the definition has an export with its identifier.
+        A paused export stays paused, as long as the definition has an export with its identifier. An export
+        whose start or kind differs from the definition before starts over, whatever it was before that.
 
         A `maxSize` below the stored size takes effect at once: the messages that the new definition allows to
         drop (exported segments, or the oldest) are dropped, no others. The stream is then full until there is
@@ -261,34 +266,32 @@ class StreamManager:
                 f"stream {stream.name!r} has persistence {old.persistence.name}, which cannot be changed",
                 "delete the stream and create it again",
             )
-        self._check_starts(stream, old, definition)
+        moved = self._moved(stream, old, definition)
         stream.exported_upto = None  # belongs to the old exports; `_report` sets that of the new ones
         with _all_or_nothing("updated", stream.name, self.store.data_dir):
             self.store.admit(settings_of(definition))
-            kept = tuple(one for one in stream.meta.paused if one in identifiers(definition))
-            stream.configure(settings_of(definition), msgspec.json.encode(definition), kept)
+            known, meta = identifiers(definition), stream.meta
+            paused = tuple(one for one in meta.paused if one in known)
+            begun = {one: at for one, at in meta.begun.items() if one in known}
+            begun |= dict.fromkeys(moved, meta.generation + 1)
+            encoded = msgspec.json.encode(definition)
+            stream.configure(settings_of(definition), encoded, paused=paused, begun=begun)
         # No notification in between, or front ends would take the stream and its topics for deleted.
         self._unbind(stream)
         self._adopt(stream, definition)
 
-    def _check_starts(
-        self, stream: Stream, old: MessageStreamDefinition, new: MessageStreamDefinition
-    ) -> None:
-        before = {
-            (kind, raw["identifier"]): raw.get("startSequenceNumber", 0)
-            for kind, configs in old.export_definition.items()
-            for raw in configs
-        }
-        newest = stream.next_sequence - 1
-        for kind, configs in new.export_definition.items():
-            for raw in configs:
-                start = raw.get("startSequenceNumber", 0)
-                if start != before.get((kind, raw["identifier"])) and start >= max(newest, 1):
-                    raise InvalidDefinition(
-                        ("exportDefinition", kind),
-                        f"startSequenceNumber {start} of {raw['identifier']!r} must be less than the newest "
-                        f"sequence number {newest}",
-                    )
+    def _moved(self, stream: Stream, old: MessageStreamDefinition, new: MessageStreamDefinition) -> list[str]:
+        """Return the exports that are new or have another start, and check it. Raises InvalidDefinition."""
+        before, newest = _starts(old), stream.next_sequence - 1
+        moved = {one: start for one, start in _starts(new).items() if before.get(one) != start}
+        for (kind, identifier), (start, _) in moved.items():
+            if start >= max(newest, 1) and before.get((kind, identifier), (None,))[0] != start:
+                raise InvalidDefinition(
+                    ("exportDefinition", kind),
+                    f"startSequenceNumber {start} of {identifier!r} must be less than the newest "
+                    f"sequence number {newest}",
+                )
+        return [identifier for _, identifier in moved]
 
     def delete(self, name: str) -> None:
         """deleteMessageStream, with messages and export positions. Raises StreamNotFound or StorageFailed."""
@@ -585,6 +588,18 @@ class StreamManager:
                     dropped += stream.purge(ranges[:PURGE_STEP])
                     del ranges[:PURGE_STEP]
         return dropped + stream.purge(ranges)
+
+
+def _starts(definition: MessageStreamDefinition) -> dict[tuple[str, str], tuple[int, str | None]]:
+    """Return the start of each export, as number and time, by kind and identifier."""
+    return {
+        (kind, raw["identifier"]): (
+            raw.get("startSequenceNumber", 0),
+            raw.get("startTime") if kind == KIND else None,
+        )
+        for kind, configs in definition.export_definition.items()
+        for raw in configs
+    }
 
 
 @contextmanager

@@ -6,6 +6,10 @@ The copies are written one after the other, with the same generation. If their g
 change was neither finished nor acknowledged, and the reader takes the valid copy with the lower generation.
 So neither a flipped bit in one copy, nor a power cut or a full disk between the two writes, loses a
 definition. `definition` is opaque to the store.
+
+`begun` has, by export, the generation that created it or last moved its start; without an entry, it has the
+start that it had in the first generation. The positions of exports and consumers have the same number, so a
+start that was moved and moved back differs from one that stayed.
 """
 
 from __future__ import annotations
@@ -58,7 +62,8 @@ class Meta(msgspec.Struct, frozen=True):
 
     `salt` is a secret random number (see `segment`). `reserved`: numbers below it may have been used by
     a memory stream whose content is gone. `drops`: its `drops.log` was made with it, so a missing one is
-    damage. `paused` are the exports that were paused by hand: state beside the definition, and as opaque.
+    damage. `paused` are the exports that were paused by hand, and `begun` is described above: state beside
+    the definition, and as opaque.
     """
 
     name: str
@@ -70,6 +75,7 @@ class Meta(msgspec.Struct, frozen=True):
     reserved: int = 0
     drops: bool = False
     paused: tuple[str, ...] = ()
+    begun: dict[str, int] = {}
 
 
 def encode(meta: Meta) -> bytes:

@@ -100,13 +100,13 @@ class Stream(Contents):
         """Return whether a group is in flight or files are being rewritten."""
         return self.queue.busy
 
-    def configure(self, settings: StorageSettings, definition: bytes, paused: tuple[str, ...] = ()) -> None:
-        """Change the settings. Limits take effect at once. `paused` has the exports paused from then on.
+    def configure(self, settings: StorageSettings, definition: bytes, **beside: Any) -> None:
+        """Change the settings. Limits take effect at once. `beside` are fields of `Meta`.
 
         Raises OSError. Then nothing has changed, unless the error says so.
         """
         window = self._loaded(settings.dedup_window) if settings.dedup_window is not None else self.window
-        self._change(settings=settings, definition=definition, paused=paused)
+        self._change(settings=settings, definition=definition, **beside)
         self.window = window
         self._apply()
 

@@ -458,6 +458,25 @@ async def test_a_consumer_or_a_stream_that_is_made_again_begins_anew(bridge: Bri
         assert status(again).unacknowledged_messages_count == 2
 
 
+@bridge_test
+async def test_a_start_that_was_moved_and_moved_back_holds_after_a_kill(bridge: Bridge) -> None:
+    one = await worker(bridge)
+    await append(bridge, *["in/a"] * 3)
+    assert await one.fetch(3) == first(0, 1, 2)
+    assert await one.ack(ack=[0, 1, 2]) == []
+    define(bridge, {"identifier": "c", "startSequenceNumber": 1})
+    define(bridge, {"identifier": "c"})
+    async with found_again(bridge, copied(bridge)) as again:
+        two = Worker(await again.connect("w"), "w")
+        assert await two.fetch(3) == first(0, 1, 2)
+        assert await two.ack(ack=[0, 1, 2]) == []
+        define(again, {"identifier": "c", "ackDeadlineMillis": 5000})
+        assert await two.fetch(3) == []
+        async with found_again(again, copied(again)) as last:
+            three = Worker(await last.connect("w"), "w")
+            assert await three.fetch(3) == []
+
+
 @bridge_test(max_packet=64 * 1024)
 async def test_a_reply_leases_only_what_it_brings(bridge: Bridge) -> None:
     one = await worker(bridge)

@@ -255,7 +255,7 @@ def test_few_writes_are_synced_for_a_destination_without_batches_and_no_number_i
     source.loses_tail = not flush
     machine: Any = Machine(tmp_path)
     config = BatchedConfig(identifier="x")
-    position = Position(machine, source, "k", config, BatchLimits(by_record=True))
+    position = Position(machine, source, "k", config, BatchLimits(by_record=True), 0)
     position.load(config, lambda: 0)
     (path,) = stream_directory(tmp_path, "a").iterdir()
     known, syncs, copy = on_the_disk(path), 0, stream_directory(tmp_path / "cut", "a") / path.name

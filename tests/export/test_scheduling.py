@@ -12,9 +12,14 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec import UNSET
 
 from bridge.errors import InvalidRequest
+from bridge.export.cursor import CursorFile
+from bridge.streams import meta
+from bridge.streams.layout import Files
 from tests.export.harness import attempted, drop_in, numbers, recorded, running, until
 from tests.fakes.clock import DAY, Shifted
 
@@ -254,6 +259,75 @@ def test_an_export_starts_at_its_start_sequence_number(recorder: Path) -> None:
             assert numbers(recorder / "out") == [7, 8, 9]
             gateway.update("a", {"recorder": [to(recorder, startSequenceNumber=8)]})
             await until(lambda: numbers(recorder / "out") == [7, 8, 9, 8, 9])
+
+    asyncio.run(scenario())
+
+
+def test_a_start_that_is_moved_and_moved_back_makes_an_export_start_over_once(recorder: Path) -> None:
+    out, there, sent = to(recorder), to(recorder, startSequenceNumber=1), list(range(5))
+
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [out]})
+            await gateway.append("a", *(b"x" for _ in sent))
+            await gateway.exported("a", 4)
+            gateway.update("a", {"recorder": [there]})
+            gateway.update("a", {"recorder": [out]})  # before the worker hears of the first update
+            await until(lambda: numbers(recorder / "out") == sent * 2)
+            await gateway.exported("a", 4)
+            assert gateway.exports.pid is not None
+            os.kill(gateway.exports.pid, signal.SIGKILL)
+            await until(lambda: gateway.exports.pid is None)
+            gateway.update("a", {"recorder": [there]})
+            gateway.update("a", {"recorder": [out]})  # while there is no worker
+            await until(lambda: numbers(recorder / "out") == sent * 3)
+            gateway.update("a", {"recorder": [{**there, "disabled": True}]})
+        async with running(recorder) as gateway:
+            gateway.update("a", {"recorder": [out]})
+            await until(lambda: numbers(recorder / "out") == sent * 4)
+            await gateway.exported("a", 4)
+            gateway.manager.pause("a", None, paused=True)
+            gateway.update("a", {"recorder": [{**out, "batchSize": 7}]})
+            gateway.manager.pause("a", None, paused=False)
+        async with running(recorder) as gateway:
+            await gateway.append("a", b"x")
+            await gateway.exported("a", 5)
+
+    asyncio.run(scenario())
+    assert numbers(recorder / "out") == [*sent * 4, 5]
+
+
+@pytest.mark.parametrize("written", ["position", "definition"])
+def test_what_an_older_version_has_written_does_not_make_an_export_start_over(
+    recorder: Path, written: str
+) -> None:
+    """An older version does not write when the start was moved."""
+
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [to(recorder)]})
+            await gateway.append("a", b"x", b"y", b"z")
+            await gateway.exported("a", 2)
+            gateway.update("a", {"recorder": [to(recorder, startSequenceNumber=1)]})
+            await until(lambda: numbers(recorder / "out") == [0, 1, 2, 1, 2])
+            stream = gateway.store.streams["a"]
+        if written == "definition":
+            meta.save(Files(), stream.home, msgspec.structs.replace(stream.meta, begun={}))
+        else:
+            (path,) = (recorder / "data" / "exports" / "a").glob("*.cursor")
+            known = CursorFile.read(path)
+            assert known is not None
+            file = CursorFile(path)
+            for _ in range(2):
+                file.write(msgspec.structs.replace(known, begun=UNSET))
+            file.close()
+        async with running(recorder) as gateway:
+            await gateway.append("a", b"x")
+            await gateway.exported("a", 3)
+            assert numbers(recorder / "out") == [0, 1, 2, 1, 2, 3]
+            gateway.update("a", {"recorder": [to(recorder, startSequenceNumber=2)]})
+            gateway.update("a", {"recorder": [to(recorder, startSequenceNumber=1)]})
+            await until(lambda: numbers(recorder / "out") == [0, 1, 2, 1, 2, 3, 1, 2, 3])
 
     asyncio.run(scenario())
 

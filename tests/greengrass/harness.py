@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -45,6 +45,7 @@ class Exports:
         epoch: int,
         definition: MessageStreamDefinition,
         paused: Collection[str],
+        begun: Mapping[str, int],
     ) -> None:
         self.known[name] = [
             ExportStatus(export_config_identifier=raw["identifier"])

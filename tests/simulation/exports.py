@@ -35,7 +35,6 @@ class ExportChecks:
         self._passed: list[tuple[float, int]] = []  # when, and how far, the export of kin had come
         self._numbers: dict[bytes, int] = {}  # of kin
         self._latest: dict[str, int] = {}
-        self._starts = {0}  # of kin
         self._told: set[tuple[str, int]] = set()  # data objects: a gateway knows what is there, at that start
 
     # -- positions
@@ -100,10 +99,6 @@ class ExportChecks:
         start, before = int(upto * share), world.export_starts.get(stream, 0)
         if start == before:
             start = start + 1 if upto > start else max(start - 1, 0)
-        if stream == "kin":  # a start that is moved back before the worker has read it counts as not moved
-            while start != before and start in self._starts:
-                start += 1
-            self._starts.add(start)
         if start > upto:
             start = before
         exact = stream == "kin" and start != before and world.process.calls_left is None

@@ -74,6 +74,8 @@ def moved(plan: Plan, random: Random, device: int) -> list[Step]:
     moves = [Step("redefine", ("kin", random.choice((0.0, 0.5))))]
     if random.random() < 0.3:
         moves = [Step("shrink", (random.choice((0.0, 0.5)),))]
+    elif random.random() < 0.3:  # and back, perhaps before the worker has heard of it
+        moves = [Step("redefine", ("kin", 0.0), random.choice((0.001, 0.05, 0.3)))] * 2
     return [
         Step("publish", (device, 300, "kin", 1), random.choice((0.3, 0.6, 1.0))),
         Step("publish", ((device + 1) % 3, 120, "kin", 1), random.random() * 0.5),
