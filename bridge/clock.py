@@ -25,6 +25,10 @@ not move it.
 
     file = magic "SBCLK\\0\\0\\1" | crc u32 | msgpack of `Anchor`
 
+The crc, little-endian, is the CRC-32 of what follows it: a map with the keys of `Anchor`, which are `boot`
+(the boot id, a text), `boottime` (CLOCK_BOOTTIME), `wall`, `age` (the timeline) and `synchronised`. All times
+are in ms. A new file replaces the old one (write, sync, rename).
+
 If a sandbox hides the boot id, two starts belong to the same boot if the wall clock gives the same time of
 boot. The kernel knows whether the wall clock is synchronised (adjtimex, which is only read). If a sandbox
 forbids that call, the file of systemd-timesyncd is used; without it, the clock counts as not synchronised.

@@ -28,7 +28,7 @@ import typer  # noqa: E402
 import bridge  # noqa: E402
 import bridge.streams  # noqa: E402
 from bridge import client as api  # noqa: E402
-from bridge import encryption, filtered, objectkeys  # noqa: E402
+from bridge import clock, encryption, filtered, objectkeys  # noqa: E402
 from bridge.cli import app  # noqa: E402
 from bridge.client.base import Data  # noqa: E402
 from bridge.config import settings  # noqa: E402
@@ -383,12 +383,14 @@ def file_format() -> str:
     parts = [
         "# File format",
         "This page consists of the docstrings of the modules that read and write these files. "
-        "The magic at the beginning of a file ends with the version of its format.",
+        "The magic at the beginning of a file ends with the version of its format. "
+        "A crc is the CRC-32 of zlib.",
     ]
     for title, module in (
         ("The data directory", bridge.streams),
         ("Format versions", formats),
         ("Names", layout),
+        ("The clock", clock),
         ("Segments and indexes", segment),
         ("Encryption", encryption),
         ("Definitions", meta),

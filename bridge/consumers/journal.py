@@ -12,11 +12,11 @@ a file needs no more space, which matters because on a full disk it is consumers
     head   = magic "SBCONS\\0\\1" | generation u64 | crc32 u32                                       20 bytes
     record = length u32 | crc32 u32 | msgpack body (`length` bytes)
 
-The CRC of a record starts from that of its half's head, and covers length and body. The first body is
-[[epoch, start, start time, begun], change], the others are changes: [at, frontier, [[first, last], ...]
-settled, [[number, until, deliveries, size], ...] leases, [messages, size, rejected, skipped, last time]
-counts]. `at` and `until` are in ms on the age timeline (`bridge.clock`), sizes in bytes. `begun` is that of
-`streams.meta`; versions that do not know it leave it out.
+Numbers are big-endian. The CRC of a record starts from that of its half's head, and covers length and body.
+The first body is [[epoch, start, start time, begun], change], the others are changes: [at, frontier, [[first,
+last], ...] settled, [[number, until, deliveries, size], ...] leases, [messages, size, rejected, skipped, last
+time] counts]. `at` and `until` are in ms on the age timeline (`bridge.clock`), sizes in bytes. `begun` is
+that of `streams.meta`; versions that do not know it leave it out.
 
 The first record that fails its check ends a half: its write was not finished. If no half is valid, the
 consumer starts again at its start sequence number: messages are delivered again, and none is lost.

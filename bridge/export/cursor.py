@@ -15,8 +15,8 @@ that free space. (A file system that never writes in place, such as btrfs, can s
 
     slot = magic "SBCURSR1" | generation u64 | length u32 | crc32 u32 (of the head and the body) | body
 
-`body` is msgpack of `Cursor`. If both slots fail their check, the export starts again at its start sequence
-number: messages are sent again, and none is lost.
+Numbers are big-endian. `body` is msgpack of `Cursor`. If both slots fail their check, the export starts again
+at its start sequence number: messages are sent again, and none is lost.
 
 If the export has rules or transforms with a state (`bridge.plugin.transform`), two areas of 65,536 bytes
 follow, one for each slot. `transform` in `body` is then `length u32 | crc32 u32` of the content of the slot's

@@ -13,6 +13,7 @@ Layout on disk
 --------------
     <data_dir>/format                         the version of the format, see `formats.py`
     <data_dir>/lock/                          held (flock) by the writing process
+    <data_dir>/clock                          the age timeline of all streams, see `bridge.clock`
     <data_dir>/keys/                          keys of encrypted streams, see `bridge.encryption`
     <data_dir>/streams/<directory>/           one per stream, named as in `layout.py`
         meta.0, meta.1                        two copies of the definition, see `meta.py`
@@ -20,6 +21,15 @@ Layout on disk
         <first sequence number>.idx           index of a closed segment; rebuilt if missing
         drops.log                             which numbers were dropped, and why, see `drops.py`
         quarantine/                           damaged files, kept for inspection
+    <data_dir>/memory                         a link to `gateway.memory_dir`: there, each memory stream has
+                                              a second directory, with its segments and `drops.log`
+
+Other parts of the gateway keep these in the same directory:
+
+    <data_dir>/exports/                       positions of exports, see `bridge.export.cursor`
+    <data_dir>/consumers/                     positions of consumers, see `bridge.consumers.journal`
+    <data_dir>/mqtt/sessions.journal          sessions, retained messages, see `bridge.mqtt.broker.journal`
+    <data_dir>/streambridge.sock              the socket of the command line, see `bridge.control`
 
 Modules, from the bottom up (`make lint` enforces the order):
 

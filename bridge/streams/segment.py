@@ -5,7 +5,7 @@ All numbers are little-endian.
     segment  = header, frame, frame, ...
     header   = magic "SBSEG\\0\\0\\2" | base u64 | epoch u64 | created u64 (Unix ms)
                | salt u32 | crc u32                                                       40 bytes
-    (then, in the last segment of a stream with `flush_on_write`: preallocated space)
+    (then, in a segment without an index: preallocated space, if little was synced at a time)
     frame    = magic u32 | crc u32 | length u32 | columns u16 | zero u16 | number u32
                | base u64 | time u64 | age u64                                            44 bytes
                body (`length` bytes), sealed if columns & 4
@@ -23,19 +23,22 @@ of `created`. Its frames are sealed with that key, as `bridge.encryption` descri
 "segment\\0", the name of the stream's directory, "\\0", epoch u64 and base u64 of the segment; from `length`
 on, the frame's header is authenticated too. The crc covers the sealed body.
 
+The crc of a header is the CRC-32 of the 36 bytes before it. The crc of an index covers the 52 bytes before
+it, then the entries. The magic of a frame is "SBF2".
+
 Invariants
 * A frame is one commit group: it is there completely or not at all. Its CRC-32 covers everything after
-  the crc field, including the length. The CRC starts from the stream's salt, a secret random number. So a
-  payload that contains the bytes of a frame is never taken for one, even if a torn write has removed what
-  preceded it.
+  the crc field, including the length. The CRC starts from the stream's salt, a secret random number:
+  `zlib.crc32(data, salt)`. So a payload that contains the bytes of a frame is never taken for one, even if a
+  torn write has removed what preceded it.
 * A frame holds the numbers base .. base+number-1; `time` is their ingest time (Unix ms). `age` is the same
   moment on the data directory's age timeline (ms, see `bridge.clock`); expiry uses only that.
 * A frame never spans segments. Bases increase from frame to frame. A gap between frames means that numbers
   are missing; frames never overlap.
-* Preallocated space is filled with a pattern of 64 bytes, made from the salt and aligned to the start of the
-  file. Frames overwrite it. A disk writes a sector of 512 bytes completely or not at all. So a frame that
-  fails its check and has a sector with only the pattern is an unfinished write. No payload can look like
-  that.
+* Preallocated space is filled with a pattern of 64 bytes: the BLAKE2b digest, 64 bytes long, of the 4 bytes
+  of the salt in the header. Byte n of the file is byte n % 64 of the pattern. Frames overwrite it. A disk
+  writes a sector of 512 bytes completely or not at all. So a frame that fails its check and has a sector with
+  only the pattern is an unfinished write. No payload can look like that.
 * An index is written only after its closed segment is on the disk, so a segment with an index has no torn
   tail. An index that is missing or does not match its segment is rebuilt from it.
 """

@@ -2,9 +2,9 @@
 
 Layout: frames, one after the other. A frame whose CRC is wrong ends the file (a torn tail).
 
-    +--------------+-------------+---------------------------------------------------+
-    | length u32 BE| CRC-32 u32  | msgpack array [kind, ...], see `records.py`       |
-    +--------------+-------------+---------------------------------------------------+
+    frame = length u32 | crc u32 | msgpack array [kind, ...], see `records.py`
+
+Numbers are big-endian. The crc is the CRC-32 of the `length` bytes after it.
 
 While any stream is encrypted, the bodies are too, and the highest bit of their length is set. They are sealed
 as `bridge.encryption` describes, with the context "journal".
