@@ -32,7 +32,7 @@ class SiteBroker:
         if importlib.util.find_spec("amqtt") is None:
             raise StreamBridgeError(
                 "the site broker of `demo --bridge` is amqtt, which is not installed; "
-                "install it with: pip install 'streambridge[amqtt]'"
+                "install it with: pip install 'streambridge[amqtt]'; in a checkout: pip install '.[amqtt]'"
             )
         self._process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM],
