@@ -149,6 +149,8 @@ class World:
                 self.tell(f"    log: {record.levelname.lower()}: {stream}{': ' if stream else ''}{text}")
             if stream and record.levelno == logging.WARNING:
                 self.checks.repaired(stream, text)
+            if text.startswith("the retained message on"):
+                self.checks.sessions.displaced = True
             if record.exc_info and record.exc_info[1] is not None:
                 if isinstance(record.exc_info[1], kernels.Killed):
                     return
