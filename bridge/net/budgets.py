@@ -1,13 +1,15 @@
 """Budgets: what all connections of a user, of an address, or of a network may use together.
 
 A budget has a `Meter` for each connected user, address or network, which its connections share. A read from a
-socket pays for its messages and bytes at once. Each payment moves the time up to which the meter is paid. If
-that is more than `BURST` seconds ahead of now, reading from the connection pauses until then. TCP makes the
-client wait, and nothing is lost.
+socket pays for its bytes at once, and for its messages as they are handled. Each payment moves the time up to
+which the meter is paid. If that is more than `BURST` seconds ahead of now, the connection is not read, and
+what was read is not handled, until then. TCP makes the client wait, and nothing is lost.
 
     within --ahead by more than BURST--> over --less than half of that at a payment--> within
                                           |
                                           +-- for `disconnect_after`: the connection that used most is closed
+
+A closed connection takes along what the meter owes beyond the burst: the others need not wait for it.
 
 Connections and subscriptions are counted; any above the limit are refused.
 """
@@ -24,6 +26,9 @@ from bridge.net.addresses import network_of
 from bridge.settingtypes import Bytes, Count, Millis
 
 BURST = 1.0  # seconds by which a client may be ahead
+PAUSE = (
+    BURST / 10
+)  # how much of it is free again when a client is read on, so that it does not stop each time
 REMEMBERED = 1_000  # how many reported meters are remembered; beyond that, all are forgotten
 T = TypeVar("T")
 
@@ -98,6 +103,12 @@ class Meter(Generic[T]):
         """Return the time up to which everything is paid."""
         return max(self._messages, self._bytes)
 
+    def messages_left(self, now: float) -> int | None:
+        """Return how many messages to handle before it is surely over: at least 2. None: any number."""
+        if not self._per_message:
+            return None
+        return int(max(BURST - (self.paid - now), 0.0) / self._per_message) + 2
+
     def pay(self, who: T, messages: int, size: int, now: float) -> float:
         """Pay for a read. Returns the seconds for which to pause; 0 or less if reading may continue."""
         if self.over is not None and self.paid - now < BURST / 2:
@@ -114,14 +125,21 @@ class Meter(Generic[T]):
             self._spent[who] = self._spent.get(who, 0.0) + max(costs)
         return wait
 
+    def ends(self, now: float) -> float:
+        """Return when it is over for too long, if nobody pays anything until then; or infinity."""
+        if self.over is None or not self.budget.disconnect_after or not self._spent:
+            return float("inf")
+        end = self.over + self.budget.disconnect_after / 1000
+        return end if self.paid - max(end, now) >= BURST / 2 else float("inf")
+
     def must_go(self, now: float) -> T | None:
         """Return the connection to close if the budget has been exceeded for too long."""
-        after = self.budget.disconnect_after / 1000
-        if self.over is None or not after or now - self.over < after or not self._spent:
+        if now < self.ends(now):
             return None
         most = max(self._spent, key=self._spent.__getitem__)
         self._spent.clear()
-        self.over = now  # the others get the same time without it
+        self.over = now  # the others get the same time without it, and do not wait for what it owes
+        self._messages, self._bytes = min(self._messages, now + BURST), min(self._bytes, now + BURST)
         return most
 
     def forget(self, who: T) -> None:

@@ -12,8 +12,9 @@ from bridge.access.users import hash_password
 from bridge.mqtt.settings import ListenerTable
 from bridge.mqtt.wire.packets import V5
 from bridge.net.budgets import BURST, Budget, Budgets, Meter
+from tests.fakes.byhand import Wire, World
 
-from .harness import Bridge, Client, Packet, bridge_test, connect, publish, subscribe, until
+from .harness import PLAIN, Bridge, Client, Packet, ack, bridge_test, connect, publish, subscribe, until
 from .test_access import users, with_bridge
 from .test_proxy import header
 
@@ -181,6 +182,77 @@ async def test_one_large_packet_is_paid_for_while_it_comes(bridge: Bridge) -> No
     client.send(packet[-1:])
     assert (await client.receive()).head == 0x40
     assert [len(payload) for payload in await bridge.payloads()] == [500_000]
+
+
+def flood(count: int, size: int = 0) -> bytes:
+    return b"".join(publish("in/n", b"x" * size, 1, n, level=V5) for n in range(1, count + 1))
+
+
+def world(root: Path, **limits: Any) -> World:
+    found = World(root, budget=[Budget(name="all", per="address", **limits)])
+    found.streams.definitions["s"].by_itself = True
+    return found
+
+
+def log_in(on: World, client_id: str) -> Wire:
+    wire = on.connect(connect(client_id, level=V5, properties=PLAIN))
+    assert wire.got()[:1] == b"\x20"
+    return wire
+
+
+def test_of_many_messages_in_one_read_only_the_burst_is_handled_at_once(tmp_path: Path) -> None:
+    on = world(tmp_path, messages_per_second=50, disconnect_after=0)
+    stored = on.streams.definitions["s"].stored
+    wire = log_in(on, "noisy")
+    wire.send(flood(1_000))
+    assert 50 <= len(stored) <= 52
+    for second in range(1, 19):
+        on.run(1.0)
+        assert 50 * second <= len(stored) <= 50 * second + 60
+        assert not wire.transport.reading
+    on.run(2.0)
+    assert len(stored) == 1_000, "and nothing is lost"
+    assert wire.got() == b"".join(ack(0x40, n) for n in range(1, 1_001))
+    assert wire.transport.reading
+
+
+@pytest.mark.parametrize(
+    ("limit", "size", "code"),
+    [({"messages_per_second": 50}, 0, 0x96), ({"bytes_per_second": 1_000}, 100, 0x97)],
+)
+def test_one_read_that_takes_long_to_pay_ends_its_connection_in_time_and_no_other(
+    tmp_path: Path, limit: dict[str, int], size: int, code: int
+) -> None:
+    on = world(tmp_path, disconnect_after=3_000, **limit)
+    noisy, quiet = log_in(on, "noisy"), log_in(on, "quiet")
+    noisy.send(flood(1_000, size))
+    quiet.send(flood(1))
+    on.run(2.9)
+    assert not noisy.transport.closed
+    on.run(0.2)
+    assert noisy.transport.closed
+    assert noisy.got().endswith(b"\xe0\2" + bytes((code, 0)))
+    assert on.broker.counts["refused_budget_all"] == 1
+    on.run(1.0)
+    assert quiet.got() == ack(0x40, 1), "it need not wait for what the other one owed"
+    stored = on.streams.definitions["s"].stored
+    before = len(stored)
+    for number in range(10):
+        on.run(1.0)
+        quiet.send(flood(1))
+        assert len(stored) == before + number + 1
+    assert not quiet.transport.closed
+
+
+def test_two_that_pay_for_the_same_read_lose_nobody_who_is_within_the_budget_again(tmp_path: Path) -> None:
+    on = world(tmp_path, messages_per_second=50, disconnect_after=3_000)
+    wires = [log_in(on, name) for name in ("a", "b", "c")]
+    for wire in wires:
+        wire.send(flood(45))
+    on.run(2.0)
+    assert [wire.got() for wire in wires] == [b"".join(ack(0x40, n) for n in range(1, 46))] * 3
+    on.run(10.0)
+    assert not any(wire.transport.closed for wire in wires)
 
 
 def test_a_meter_lets_through_its_rate_and_a_burst_and_names_who_used_most() -> None:

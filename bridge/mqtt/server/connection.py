@@ -69,7 +69,7 @@ from bridge.mqtt.wire.packets import (
     text,
 )
 from bridge.net.addresses import is_loopback
-from bridge.net.budgets import Budget, Meter
+from bridge.net.budgets import BURST, PAUSE, Budget, Meter
 from bridge.net.flow import Flow
 from bridge.topics import is_topic_name, unshared
 
@@ -87,6 +87,7 @@ log = logging.getLogger(__name__)
 LINGER = 1.0  # seconds for the last bytes to go out
 ROUTES = 4_096  # topics that one connection remembers,
 USUAL_TOPIC = 128  # if they have no more bytes: longer ones cost their look-up each time
+ANY = 1 << 60  # messages, where no budget limits them
 OWN = "connection"  # the budget of one connection: `messages_per_second` of its listener
 LOOK_AGAIN = 60.0  # seconds; how late the end of a login may be noticed after the clock was set
 REFUSED = 5  # small packets take as long as a PUBLISH that is refused, or is more than one append
@@ -417,6 +418,7 @@ class Connection(Flow):
         """Handle the whole packets in `d`; return how many bytes that used."""
         shared, broker, state = self.connections, self.broker, self.state
         size, pos, published, small = len(d), 0, 0, 0
+        most = self._messages_left() if self.meters else size
         router, turns = broker.router, broker.turns
         if self.epoch != router.epoch or len(self.routes) > ROUTES:
             self.routes, self.epoch = {}, router.epoch
@@ -429,7 +431,7 @@ class Connection(Flow):
         if state is NEW and size and d[0] != CONNECT:
             raise ProtocolError("the first packet is not a CONNECT (MQTT-3.1.0-1)")
         try:
-            while size - pos >= 2 and not self.holds:
+            while size - pos >= 2 and not self.holds and published < most:
                 head = d[pos]
                 if (length := d[pos + 1]) < 0x80:
                     body = pos + 2
@@ -694,31 +696,52 @@ class Connection(Flow):
             self._prepaid += size
             self.pay(0, size)
 
+    def _messages_left(self) -> int:
+        """How many messages to handle until a budget is used up: `pay` then holds the connection."""
+        now = self.connections.runtime.now()
+        return min((n for meter in self.meters if (n := meter.messages_left(now)) is not None), default=ANY)
+
     def pay(self, messages: int, size: int) -> None:
         """Pay for what was read; read no further as long as a budget is exceeded, or end who exceeds it."""
         now, longest = self.connections.runtime.now(), 0.0
         for meter in self.meters:
             wait = meter.pay(self, messages, size, now)
             if wait > 0 and meter.key:
-                self._exceeds(meter, now)
+                self._exceeds(meter)
             longest = max(longest, wait)
-        if longest > 0 and self.state is OPEN:
-            if self._slow is not None:
-                self._slow.cancel()
-            self.hold("rate")
-            self._slow = self.connections.runtime.later(longest, self.release, "rate")
+        if longest > 0:
+            self._pause(now + longest + PAUSE)
 
-    def _exceeds(self, meter: Meter[Any], now: float) -> None:
-        """A budget is exceeded: report it, and end the connection that uses most if it goes on."""
+    def _exceeds(self, meter: Meter[Any]) -> None:
+        """A budget is exceeded: report it."""
         name, limit = meter.budget.name, "bytes" if meter.bytes_went_over else "messages"
         self.broker.counts[f"slowed_{name}"] += 1
         if self.connections.budgets.is_news(meter):
             text = "%s is read more slowly: %s %r is over %s_per_second of [[mqtt.budget]] %s (logged once)"
             log.warning(text, self.name, meter.budget.per, meter.key, limit, name)
-        if (noisy := meter.must_go(now)) is not None:
-            reason = QUOTA_EXCEEDED if meter.bytes_went_over else MESSAGE_RATE_TOO_HIGH
-            why = f"over {limit}_per_second of [[mqtt.budget]] {name} for too long"
-            self.connections.runtime.soon(noisy.fail, f"refused_budget_{name}", why, reason)
+
+    def _pause(self, until: float) -> None:
+        """Read no further until then; meanwhile end who exceeds a budget for too long."""
+        runtime = self.connections.runtime
+        now = runtime.now()
+        for meter in self.meters:
+            if (noisy := meter.must_go(now)) is not None:
+                name, limit = meter.budget.name, "bytes" if meter.bytes_went_over else "messages"
+                reason = QUOTA_EXCEEDED if meter.bytes_went_over else MESSAGE_RATE_TOO_HIGH
+                why = f"over {limit}_per_second of [[mqtt.budget]] {name} for too long"
+                runtime.soon(noisy.fail, f"refused_budget_{name}", why, reason)
+        # Another connection may have been ended, with what it owed; or a reload has changed the budgets.
+        until = min(until, max((meter.paid for meter in self.meters), default=0.0) - BURST + PAUSE)
+        if self._slow is not None:
+            self._slow.cancel()
+        if self.state is not OPEN:
+            return
+        if until <= now:
+            self.release("rate")
+            return
+        self.hold("rate")
+        due = min(until, *(meter.ends(now) for meter in self.meters))
+        self._slow = runtime.later(due - now, self._pause, until)
 
     # -- time ------------------------------------------------------------
 
