@@ -80,6 +80,7 @@ def test_who_fills_the_room_for_retained_messages_makes_room_for_others(
                 assert await retain(device, f"state/{name}") == b"\0"
         assert bridge.stat("dropped_retained_full") == 2
         assert "'flood/0' is dropped, for one of user 'ann': user 'mallory' has most" in caplog.text
+        assert "'flood/1' is dropped, for one of user 'bob': user 'mallory' has most" in caplog.text
         kept = {f"flood/{number}" for number in range(2, 10)}
         assert await retained(bridge) == {"state/ann", "state/bob", *kept}
         assert await retain(flood, "flood/11") == b"\x97", "what it has lost it does not win back"
@@ -161,6 +162,26 @@ async def test_a_flood_of_sessions_from_one_address_ends_none_from_another(bridg
     assert await leave("127.0.0.2", "device") == b"\1", "its session is there, also after a restart"
 
 
+def test_each_session_that_is_ended_is_named_with_the_number_of_its_messages(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(bridge: Bridge) -> None:
+        sender = await bridge.connect("sender", level=V5)
+        for number in range(6):
+            client = await bridge.connect(f"a{number}", **STAYS)
+            await client.exchange(subscribe(1, (f"to/{number}", 1), level=V5))
+            client.disconnect()
+            assert await client.closed()
+            for _ in range(number):
+                await sender.exchange(publish(f"to/{number}", b"x", 1, 1, level=V5))
+        found = [line.partition(":")[0] for line in caplog.messages if "is ended" in line]
+        assert found == [
+            f"the session of client 'a{n}' is ended, with {n} messages queued for it" for n in range(4)
+        ]
+
+    with_bridge(tmp_path, test, sessions=2)
+
+
 def test_who_fills_the_memory_of_sessions_loses_messages_and_others_do_not(
     tmp_path: Path, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,6 +204,9 @@ def test_who_fills_the_memory_of_sessions_loses_messages_and_others_do_not(
         await until(lambda: memory.total <= 300_000)
         assert bridge.stat("dropped_queue_full") > 10
         assert bridge.stat("ended_sessions") == 0
+        for number in range(10):
+            assert f"client 'made-up-{number}' loses messages" in caplog.text, "each is named"
+        assert len(caplog.records) < bridge.stat("dropped_queue_full"), "but not with each message"
         assert "most is held by user 'mallory'" in caplog.text
         queues = [len(s.outbox) for s in bridge.broker.sessions.all() if s.client_id.startswith("made")]
         assert max(queues) - min(queues) <= 1, "its sessions lose alike"
@@ -199,7 +223,7 @@ def test_who_fills_the_memory_of_sessions_loses_messages_and_others_do_not(
 
 @pytest.mark.parametrize("what", ["filters", "wills", "ids", "messages under way"])
 def test_sessions_full_of_what_is_not_dropped_end_before_those_of_others(
-    tmp_path: Path, file: Path, what: str
+    tmp_path: Path, file: Path, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fill(flood: Client, number: int) -> None:
         if what == "filters":
@@ -225,6 +249,8 @@ def test_sessions_full_of_what_is_not_dropped_end_before_those_of_others(
             for _ in range(12):
                 await sender.exchange(publish("flood", b"x" * 5_000, 1, 1, level=V5))
         await until(lambda: bridge.stat("ended_sessions") > 5)
+        ended = [line for line in caplog.messages if "is ended, with " in line]
+        assert len(ended) == bridge.stat("ended_sessions"), "each is named"
         await until(lambda: bridge.broker.sessions.memory.total <= 400_000)
         assert bridge.stat("refused_session_bytes") == bridge.stat("ended_sessions")
         while (packet := await floods[0].receive()).head != 0xE0:

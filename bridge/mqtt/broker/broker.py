@@ -88,6 +88,8 @@ REVOKED = "it could not log in any more with the name, password, token or certif
 NO_RULE = "no rule or role allows it; see [[mqtt.acl]]"
 DENIED = "`deny` of a rule or role forbids it"
 
+log = logging.getLogger(__name__)
+
 
 class Refused(NamedTuple):
     """Why a CONNECT is refused: an MQTT 5 reason code, and a text for the log."""
@@ -349,12 +351,12 @@ class Broker:
 
     def _evicted(self, session: Session) -> None:
         text = (
-            "the session of client %r is ended, with the messages queued for it: of those who are away, most "
+            "the session of client %r is ended, with %d messages queued for it: of those who are away, most "
             "belong to %s, and there are more than [mqtt.limits] sessions = %d (counted in the metrics as "
             "ended_sessions)"
         )
         holder, most = session.identity.holder, self.limits.sessions
-        self.reports.log("evicted", logging.WARNING, text, session.client_id, holder, most)
+        log.warning(text, session.client_id, len(session.outbox), holder, most)
 
     def _out_of_memory(self) -> None:
         self.sessions.memory.make_room(self.sessions.all(), self._lose_oldest, self._end_for_memory)
@@ -365,7 +367,8 @@ class Broker:
             "and [mqtt.limits] session_bytes = %d is reached (counted in the metrics and on the status page)"
         )
         holder, most = session.identity.holder, self.limits.session_bytes
-        self.reports.log("session_bytes", logging.WARNING, text, session.client_id, holder, most)
+        client = session.client_id
+        self.reports.log(f"session_bytes {client}", logging.WARNING, text, client, holder, most)
         session.outbox.drop_oldest()
 
     def _end_for_memory(self, session: Session) -> None:
@@ -374,10 +377,14 @@ class Broker:
             f"session_bytes = {self.limits.session_bytes} is reached"
         )
         self.counts["ended_sessions"] += 1
+        queued = len(session.outbox)
         if session.line is not None:
             session.line.fail("refused_session_bytes", why, QUOTA_EXCEEDED)
-        text = "the session of client %r is ended: %s (counted in the metrics as ended_sessions)"
-        self.reports.log("ended for memory", logging.WARNING, text, session.client_id, why)
+        text = (
+            "the session of client %r is ended, with %d messages queued for it: %s (counted in the metrics "
+            "as ended_sessions)"
+        )
+        log.warning(text, session.client_id, queued, why)
         self.sessions.end(session)
 
     # -- wills ------------------------------------------------------------

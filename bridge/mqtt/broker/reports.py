@@ -1,6 +1,6 @@
 """Counts and logs what happens to clients.
 
-Everything is counted. Events that a client could cause without limit are logged at most once per
+Everything is counted. Events that a client could cause with each message are logged at most once per
 `LOG_INTERVAL` and kind; the counters have the rest.
 """
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOG_INTERVAL = 10.0  # seconds between two lines of one kind
+KINDS = 1_000  # that are remembered; beyond that, all are forgotten
 
 
 class Reports:
@@ -33,6 +34,8 @@ class Reports:
         """Log a line, unless one of this kind was logged a moment ago."""
         now = self._now()
         if now - self._logged.get(kind, -LOG_INTERVAL) >= LOG_INTERVAL:
+            if len(self._logged) >= KINDS:
+                self._logged.clear()
             self._logged[kind] = now
             log.log(level, text, *values)
 

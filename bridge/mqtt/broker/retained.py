@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from bridge.mqtt.settings import Limits
     from bridge.mqtt.wire.packets import Publish
 
+log = logging.getLogger(__name__)
+
 
 class _Share:
     """What one holder has: its topics, in the order in which they were set, and the bytes of all."""
@@ -151,7 +153,7 @@ class Retained:
         number, total = len(self._messages) + (old is None), self._bytes + size - freed
         own_number, own_bytes = (0, 0) if share is None else (len(share.names), share.bytes)
         if size > self._limits.retained_bytes:
-            return f"[mqtt.limits] retained_bytes = {self._limits.retained_bytes} is less"
+            return f"[mqtt.limits] retained_bytes is only {self._limits.retained_bytes}"
         if number > self._limits.retained_messages:
             most = self._by_number.first()
             if most is None or own_number + 1 >= len(self._shares[most].names):
@@ -174,9 +176,7 @@ class Retained:
         loser = self._holders[oldest]
         self._drop(oldest)
         self._reports.counts["dropped_retained_full"] += 1
-        self._reports.log(
-            "retained full",
-            logging.WARNING,
+        log.warning(
             "the retained message on %.200r is dropped, for one of %s: %s has most, and [mqtt.limits] "
             "retained_messages or retained_bytes is reached (counted in the metrics and on the status page)",
             oldest,
