@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable, Sequence
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, Generic, Literal, NamedTuple, TypeVar
 
 from msgspec import Meta, Struct
 
@@ -31,6 +31,13 @@ PAUSE = (
 )  # how much of it is free again when a client is read on, so that it does not stop each time
 REMEMBERED = 1_000  # how many reported meters are remembered; beyond that, all are forgotten
 T = TypeVar("T")
+
+
+class Refusal(NamedTuple):
+    """Why a connection or a subscription is refused, and under what that is counted."""
+
+    counter: str
+    why: str
 
 
 class Budget(Struct, frozen=True, kw_only=True):
@@ -58,6 +65,11 @@ class Budget(Struct, frozen=True, kw_only=True):
             raise ValueError(
                 "it limits nothing; set connections, messages_per_second, bytes_per_second or subscriptions"
             )
+
+    @property
+    def counter(self) -> str:
+        """What counts the refusals and disconnections by this budget."""
+        return f"refused_budget_{self.name}"
 
     def key_of(self, user: str | None, address: str) -> str | None:
         """Return the key of the clients that share a meter; None for a client without one."""
@@ -102,6 +114,13 @@ class Meter(Generic[T]):
     def paid(self) -> float:
         """Return the time up to which everything is paid."""
         return max(self._messages, self._bytes)
+
+    def refusal(self, has: int, most: int, what: str) -> Refusal:
+        """Return why the clients that share it may not have more of something."""
+        see = f"see [[mqtt.budget]] {self.budget.name}"
+        return Refusal(
+            self.budget.counter, f"{self.key!r} has {has} {what} already, the limit is {most}; {see}"
+        )
 
     def messages_left(self, now: float) -> int | None:
         """Return how many messages to handle before it is surely over: at least 2. None: any number."""
@@ -182,14 +201,14 @@ class Budgets(Generic[T]):
                 found.append(meter)
         return tuple(found)
 
-    def enter(self, meters: Sequence[Meter[T]], spare: int = 0) -> str:
-        """Count a connection. Returns why it exceeds a limit, or "". `spare` others end with its login."""
-        refused = ""
+    def enter(self, meters: Sequence[Meter[T]], spare: int = 0) -> Refusal | None:
+        """Count a connection. Returns why it exceeds a limit, or None. `spare` others end with its login."""
+        refused = None
         for meter in meters:
             meter.connections += 1
             most = meter.budget.connections
             if most is not None and meter.connections - spare > most:
-                refused = f"{meter.key!r} has {most} connections; see [[mqtt.budget]] {meter.budget.name}"
+                refused = refused or meter.refusal(meter.connections - spare - 1, most, "connections")
         return refused
 
     def leave(self, meters: Sequence[Meter[T]], who: T) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +63,19 @@ async def test_connections_of_an_address_and_of_a_network_are_limited_apart(brid
         client, found = await behind(bridge, address, client_id)
         assert found == code, (address, client_id)
         kept.append(client)
-    assert bridge.stat("refused_limit") == 4
+    refusals = [bridge.stat(f"refused_{what}") for what in ("budget_one", "budget_net", "limit")]
+    assert refusals == [2, 2, 0]
     kept[0].abort()
     await until(lambda: bridge.stat("connections") == 7)
     _kept, code = await behind(bridge, "203.0.113.1", "again")
     assert code == 0
 
 
-def test_connections_of_a_user_are_limited_and_a_client_may_come_again(tmp_path: Path) -> None:
+def test_connections_of_a_user_are_limited_and_a_client_may_come_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
     async def test(bridge: Bridge) -> None:
         async def log_in(client_id: str, user: str | None, level: int = V5) -> tuple[Client, int]:
             client = await bridge.open()
@@ -82,6 +88,8 @@ def test_connections_of_a_user_are_limited_and_a_client_may_come_again(tmp_path:
         assert [code for _, code in first] == [0, 0]
         assert (await log_in("c", "ann"))[1] == 0x97
         assert (await log_in("c", "ann", level=4))[1] == 3
+        assert bridge.stat("refused_budget_users") == 2
+        assert "'ann' has 2 connections already, the limit is 2; see [[mqtt.budget]] users" in caplog.text
         taken, code = await log_in("a", "ann")
         assert code == 0, "its old connection ends"
         others = [
@@ -98,12 +106,16 @@ def test_connections_of_a_user_are_limited_and_a_client_may_come_again(tmp_path:
     with_bridge(tmp_path, test, users_file=users(tmp_path, USERS), budget=budget)
 
 
-def test_subscriptions_of_a_user_are_counted_over_all_its_connections(tmp_path: Path) -> None:
+def test_subscriptions_of_a_user_are_counted_over_all_its_connections(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test(bridge: Bridge) -> None:
         ann = [await bridge.connect(name, user="ann", password=b"a", level=V5) for name in ("a", "b")]
         filters = [(f"f/{n}", 0) for n in range(5)]
         assert (await ann[0].exchange(subscribe(1, *filters[:3], level=V5))).body[3:] == b"\0\0\0"
         assert (await ann[1].exchange(subscribe(1, *filters, level=V5))).body[3:] == b"\0\x97\x97\x97\x97"
+        assert bridge.stat("refused_budget_users") == 4
+        assert "'ann' has 4 subscriptions already, the limit is 4; see [[mqtt.budget]] users" in caplog.text
         assert (await ann[0].exchange(subscribe(2, filters[0], level=V5))).body[3:] == b"\0", (
             "it has this one"
         )
@@ -281,7 +293,7 @@ def test_meters_are_forgotten_when_they_are_paid_and_not_before() -> None:
     )
     for number in range(1000):
         meters = budgets.of_address(f"10.0.{number // 250}.{number % 250}")
-        assert budgets.enter(meters) == ""
+        assert budgets.enter(meters) is None
         meters[0].pay("c", 5, 0, 0.0)
         budgets.leave(meters, "c")
     assert {seconds for seconds, _, _ in due} == {5.0}

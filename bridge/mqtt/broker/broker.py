@@ -554,7 +554,7 @@ class Broker:
             return BAD_TOPIC_FILTER  # not a violation of 3.1.1, which has no shared subscriptions
         if shared and request.options & 4:
             raise ProtocolError("No Local on a shared subscription (MQTT-3.8.3-4)", PROTOCOL_ERROR)
-        known = session.subscriptions
+        known, counter = session.subscriptions, "refused_subscriptions"
         if not session.identity.may_subscribe(topics):
             code, why = NOT_AUTHORIZED, "it may not subscribe there; see [[mqtt.acl]]"
             _refused(session, "subscribe", request.filter, _why(session, "subscribe", topics))
@@ -562,12 +562,12 @@ class Broker:
             code, why = NOT_AUTHORIZED, "a plugin refuses it"
             _refused(session, "subscribe", request.filter, why)
         elif request.filter not in known and (full := line.full_of_subscriptions(len(known))):
-            code, why = QUOTA_EXCEEDED, full
+            code, (counter, why) = QUOTA_EXCEEDED, full
         elif request.filter not in known and (long := self._too_long(request.filter, known)):
             code, why = QUOTA_EXCEEDED, long
         else:
             return 0
-        self.counts["refused_subscriptions"] += 1
+        self.counts[counter] += 1
         text = "%s: subscription to %.200r refused: %s (counted in the metrics)"
         self.reports.log(f"subscription {code}", logging.WARNING, text, line.name, request.filter, why)
         return code

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from bridge.net.budgets import Refusal
 
 
 class Line(Protocol):
@@ -29,8 +32,8 @@ class Line(Protocol):
     def gone(self) -> bool:
         """Return whether it is closed or being closed."""
 
-    def full_of_subscriptions(self, count: int) -> str:
-        """Return why a client with `count` topic filters may not have more; empty if it may."""
+    def full_of_subscriptions(self, count: int) -> Refusal | None:
+        """Return why a client with `count` topic filters may not have more; None if it may."""
 
     def send(self, data: bytes) -> None:
         """Write a packet. Does nothing if the client is gone."""
@@ -56,9 +59,9 @@ class Gone:
     explains = receipts = False
     receive_maximum = max_packet_out = 0
 
-    def full_of_subscriptions(self, count: int) -> str:
+    def full_of_subscriptions(self, count: int) -> Refusal | None:
         """Nobody subscribes."""
-        return ""
+        return None
 
     def send(self, data: bytes) -> None:
         """Nothing is sent."""

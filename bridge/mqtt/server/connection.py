@@ -69,7 +69,7 @@ from bridge.mqtt.wire.packets import (
     text,
 )
 from bridge.net.addresses import is_loopback
-from bridge.net.budgets import BURST, PAUSE, Budget, Meter
+from bridge.net.budgets import BURST, PAUSE, Budget, Meter, Refusal
 from bridge.net.flow import Flow
 from bridge.topics import is_topic_name, unshared
 
@@ -256,16 +256,17 @@ class Connection(Flow):
         """How many topic filters a packet may have. Those of one packet are looked at in one go."""
         return max(MOST_FILTERS, self.endpoint.listener.limits.subscriptions)
 
-    def full_of_subscriptions(self, count: int) -> str:
-        """Why it may have no more than its `count` topic filters; empty if it may."""
+    def full_of_subscriptions(self, count: int) -> Refusal | None:
+        """Why it may have no more than its `count` topic filters; None if it may."""
         if count >= self.endpoint.listener.limits.subscriptions:
-            return f"it has {count} already; see [mqtt.limits] subscriptions"
+            why = f"it has {count} already; see [mqtt.limits] subscriptions"
+            return Refusal("refused_subscriptions", why)
         more = count - self.subscribed
         for meter in (*self.address_meters, *self.user_meters):
             most = meter.budget.subscriptions
             if most is not None and meter.subscriptions + more >= most:
-                return f"{meter.key!r} has {most} already; see [[mqtt.budget]] {meter.budget.name}"
-        return ""
+                return meter.refusal(meter.subscriptions + more, most, "subscriptions")
+        return None
 
     def metered(self) -> None:
         """It has logged in, or there are other budgets: count what it has in its meters."""
@@ -335,7 +336,7 @@ class Connection(Flow):
             self._watch_expiry()
         self.connections.runtime.soon(self.release, "connect")
 
-    def refuse(self, reason: int, why: str) -> None:
+    def refuse(self, reason: int, why: str, counter: str = "refused_connects") -> None:
         """Answer a CONNECT with a reason code, and close."""
         answer = answers.connack(self.level, reason)
         if len(answer) <= self.max_packet_out:
@@ -343,7 +344,7 @@ class Connection(Flow):
         client, user = self.claimed
         origin = Origin("mqtt", self.address)
         record("login", "refused", origin=origin, user=user, client=client, proven=False, why=why)
-        self._close(Event.REFUSED, "refused_connects", f"refused: {why}", linger=True)
+        self._close(Event.REFUSED, counter, f"refused: {why}", linger=True)
 
     def fail(self, counter: str, why: str, reason: int) -> None:
         """Close, after a DISCONNECT with the reason for an MQTT 5 client."""
@@ -729,7 +730,7 @@ class Connection(Flow):
                 name, limit = meter.budget.name, "bytes" if meter.bytes_went_over else "messages"
                 reason = QUOTA_EXCEEDED if meter.bytes_went_over else MESSAGE_RATE_TOO_HIGH
                 why = f"over {limit}_per_second of [[mqtt.budget]] {name} for too long"
-                runtime.soon(noisy.fail, f"refused_budget_{name}", why, reason)
+                runtime.soon(noisy.fail, meter.budget.counter, why, reason)
         # Another connection may have been ended, with what it owed; or a reload has changed the budgets.
         until = min(until, max((meter.paid for meter in self.meters), default=0.0) - BURST + PAUSE)
         if self._slow is not None:

@@ -21,7 +21,7 @@ from bridge.mqtt.server.reads import Reads
 from bridge.mqtt.server.traffic import Traffic
 from bridge.mqtt.wire.packets import ADMINISTRATIVE_ACTION
 from bridge.net.addresses import is_within
-from bridge.net.budgets import Budget, Budgets, Meter
+from bridge.net.budgets import Budget, Budgets, Meter, Refusal
 from bridge.net.crl import Crls
 from bridge.net.guests import Guests
 from bridge.net.limits import ConnectionLimits, descriptor_of
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STOPPING = "the service is stopping"
+STOPPING = Refusal("refused_limit", "the service is stopping")
 ANY = 1 << 60  # connections, where there is no limit
 GUESTS = "clients that have not logged in hold too much memory; see [mqtt.limits] guest_bytes"
 
@@ -160,12 +160,12 @@ class Connections:
         """A socket that must first send a PROXY header: whether it has room."""
         listener = conn.endpoint.listener
         counted = None if listener.proxies else address
-        refused, counter = self._count(conn, counted, descriptor), "refused_limit"
+        refused = self._count(conn, counted, descriptor)
         if listener.proxies and not is_within(address, listener.proxies):
-            refused, counter = "it is no proxy of this listener; see proxy_protocol", "refused_proxy"
+            refused = Refusal("refused_proxy", "it is no proxy of this listener; see proxy_protocol")
         conn.address, self._expected[conn] = address, counted
         if refused:
-            self.given_up(conn, counter, refused)
+            self.given_up(conn, *refused)
         else:
             self.guests.keep(conn, address, 0)
         return not refused and conn in self._expected
@@ -180,7 +180,7 @@ class Connections:
             conn.address, conn.proxied = address, True
         self._expected[conn] = conn.address
         if refused := self._enter(conn, conn.address):
-            self.given_up(conn, "refused_limit", refused)
+            self.given_up(conn, *refused)
         else:
             self.guests.keep(conn, conn.address, 0)
         return conn in self._expected
@@ -201,10 +201,10 @@ class Connections:
         if address is None:
             refused = self._count(conn, conn.address, descriptor)
         else:
-            conn.address, refused = address, STOPPING if self.stopping else ""
+            conn.address, refused = address, STOPPING if self.stopping else None
         self.open[conn] = None
         if refused:
-            conn.end("refused_limit", refused)
+            conn.end(*refused)
         else:
             self.guests.keep(conn, conn.address, 0)
 
@@ -219,20 +219,22 @@ class Connections:
         if self._empty is not None and not self.open and not self._empty.done():
             self._empty.set_result(None)
 
-    def _count(self, conn: Member, address: str | None, descriptor: int) -> str:
-        """Count a new socket; returns why it is one too many, or nothing if there is room for it."""
+    def _count(self, conn: Member, address: str | None, descriptor: int) -> Refusal | None:
+        """Count a new socket; returns why it is one too many, or None if there is room for it."""
         refused = self._enter(conn, address, descriptor)
         self.broker.counts["accepted"] += 1
         return STOPPING if self.stopping else refused
 
-    def _enter(self, conn: Member, address: str | None, descriptor: int = -1) -> str:
+    def _enter(self, conn: Member, address: str | None, descriptor: int = -1) -> Refusal | None:
         of_all = self._counted.enter(address, descriptor)
         of_listener = conn.endpoint.listener.counted.enter(address)
-        of_budgets = ""
+        of_budgets = None
         if address is not None:
             conn.address_meters = self.budgets.of_address(address)
             of_budgets = self.budgets.enter(conn.address_meters)
-        return of_all or of_listener or of_budgets
+        if why := of_all or of_listener:
+            return Refusal("refused_limit", why)
+        return of_budgets
 
     def _leave(self, conn: Member, address: str | None) -> None:
         self._counted.leave(address)
@@ -240,8 +242,8 @@ class Connections:
         self.budgets.leave(conn.address_meters, conn)
         conn.address_meters = ()
 
-    def enter_user(self, conn: Member, identity: Identity) -> str:
-        """A client has logged in: count it for its user; returns why it is one too many, or ""."""
+    def enter_user(self, conn: Member, identity: Identity) -> Refusal | None:
+        """A client has logged in: count it for its user; returns why it is one too many, or None."""
         old = self.broker.sessions.get(identity.client_id)
         spare = old is not None and old.line is not None and old.identity.owner == identity.owner
         conn.user_meters = self.budgets.of_user(identity.user)

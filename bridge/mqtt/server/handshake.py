@@ -179,7 +179,7 @@ def _authenticated(conn: Connection, connect: Connect, user: str | None, proof: 
         conn.refuse(*refused)
         return
     if refused_by_budget := conn.connections.enter_user(conn, identity):
-        conn.refuse(QUOTA_EXCEEDED, refused_by_budget)
+        conn.refuse(QUOTA_EXCEEDED, refused_by_budget.why, refused_by_budget.counter)
         return
     conn.who = client_id, user
     if connect.will is not None and conn.asking is not None:
