@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from bridge.errors import NotEnoughMessages, StreamBridgeError, StreamNotFound, Unauthorized
 from bridge.http.clients import ORDERS
-from bridge.http.state import ServiceState, lost
+from bridge.http.state import LOSSES, ServiceState, lost
 from bridge.net.httpserver import JSON, HttpRequest, HttpResponse, Route, json_response
 from bridge.operations.catalog import Found, Read
 from bridge.operations.reading import ReadMessagesOptions
@@ -52,7 +52,10 @@ class QueryError(ValueError):
 
 
 class Totals(Struct, rename="camel", kw_only=True):
-    """The sums of all streams and exports. `lost` counts messages lost or refused, but not by a limit."""
+    """The sums of all streams and exports. `lost` is what `state.lost` counts,
+
+    `dropped` the other messages that streams have dropped: by their limits and by purges.
+    """
 
     streams: int
     exports: int
@@ -274,7 +277,7 @@ def _bounded(state: ServiceState, stream: str = "", export: str = "") -> Status:
         active=len(active),
         failing=sum(e.error is not None for e in active),
         stopped=sum(e.stopped for e in active),
-        dropped=sum(sum(s.dropped.values()) for s in state.streams),
+        dropped=sum(n for s in state.streams for why, n in s.dropped.items() if why not in LOSSES),
         lost=lost(state),
     )
     shown = msgspec.structs.asdict(state) | {"streams": streams, "exports": exports}

@@ -64,7 +64,7 @@ stream_oldest_message_timestamp_seconds gauge stream
 stream_dropped_messages_total counter stream reason
     Messages dropped by limits, purges or damage.
 stream_rejected_messages_total counter stream reason
-    Appends that were refused: full, too_large, failed (a disk error).
+    Appends that were rejected: full, too_large, failed (a disk error).
 stream_deduplicated_messages_total counter stream
     Messages not stored again, because their id was seen before.
 stream_file_failures_total counter stream reason
@@ -142,7 +142,7 @@ requests_total counter front_end
 dropped_messages_total counter front_end reason
     Messages dropped: at QoS 0 because they could not be stored, and for subscribers that are too slow.
 rejected_messages_total counter front_end reason
-    Messages at QoS 1 and 2 that were refused: not stored and not acknowledged.
+    Messages at QoS 1 and 2 that were rejected: not stored and not acknowledged.
 refused_total counter front_end reason
     Connections (tls: their handshakes), subscriptions and requests that were refused.
 slowed_total counter front_end budget

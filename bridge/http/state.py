@@ -24,7 +24,7 @@ UNSTORED = ("dropped_", "rejected_")  # counters of front ends: messages that th
 
 
 class StreamState(Struct, rename="camel", kw_only=True):
-    """One stream. `dropped` and `rejected` (refused) count messages by reason since the start.
+    """One stream. `dropped` and `rejected` count messages by reason since the start.
 
     `failures` counts other failures of its files, by kind. `encryption` is a text such as "on, 2 older
     segments are not encrypted". `deleting`: it is deleted once all of it is exported.
@@ -159,13 +159,16 @@ class ServiceState(Struct, rename="camel", kw_only=True):
 
 
 def lost(state: ServiceState) -> int:
-    """The messages that were lost or refused since the start, without those that a limit drops."""
+    """The messages that were lost or rejected since the start, without those that streams drop as configured.
+
+    Front ends count what they reject, and what they drop for subscribers: that is lost to them.
+    """
     damaged = sum(n for stream in state.streams for why, n in stream.dropped.items() if why in LOSSES)
-    refused = sum(n for stream in state.streams for n in stream.rejected.values())
+    rejected = sum(n for stream in state.streams for n in stream.rejected.values())
     unstored = sum(
         n for counts in state.counts.values() for what, n in counts.items() if what.startswith(UNSTORED)
     )
-    return damaged + max(refused, unstored)
+    return damaged + max(rejected, unstored)
 
 
 def limits_of(definition: MessageStreamDefinition) -> list[str]:

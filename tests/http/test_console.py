@@ -118,7 +118,7 @@ def test_trouble_comes_first_and_rows_are_found_and_sorted(service: Service, pag
     with service.device("filler") as client:
         for _ in range(20):
             client.publish("brim", bytes(500)).wait_for_publish(10)
-    page.until(f"{row('streams', 'brim')}.innerText.includes('full, refuses messages')")
+    page.until(f"{row('streams', 'brim')}.innerText.includes('full, rejects messages')")
     page.until(f"{NAMES}[0] === 'brim'")
     click(page, "document.querySelector('#streams th button')")
     page.until(f"{NAMES}.join() === 'brim,pumps,quiet,ring'")

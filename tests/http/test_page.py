@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 
 import pytest
@@ -68,11 +69,11 @@ def test_a_full_stream_and_an_unavailable_stream_differ_from_the_good_ones(
     )
     browser.open(f"http://127.0.0.1:{service.port}/")
     browser.until("document.querySelector('#state').innerText === '1 stream cannot store'")
-    assert "Messages for wrong are refused" in browser.text("#notices")
+    assert "Messages for wrong are not stored" in browser.text("#notices")
     with service.device("filler") as client:
         for _ in range(20):
             client.publish("streams/brim", bytes(500)).wait_for_publish(10)
-        browser.until(f"{row('streams', 'brim')}.innerText.includes('full, refuses messages')")
+        browser.until(f"{row('streams', 'brim')}.innerText.includes('full, rejects messages')")
     assert browser.text("#state") == "2 streams cannot store"
 
 
@@ -80,6 +81,27 @@ def test_drops_are_shown_by_stream_and_reason(service: Service, page: Browser) -
     service.publish(*[("small", bytes(1000))] * 20)
     page.until(f"{row('drops', 'stream small')}.innerText.includes('dropped: overwritten')")
     assert "age 7d" in page.see(f"{row('streams', 'small')}.innerText")
+
+
+def test_the_page_counts_messages_as_rejected_and_connections_as_refused_as_the_metrics_do(
+    start: Callable[..., Service], browser: Browser
+) -> None:
+    service = start("[streams.s]\n[mqtt.limits]\nretained_messages = 1\n")
+    browser.open(f"http://127.0.0.1:{service.port}/")
+    with socket.create_connection(("127.0.0.1", service.mqtt_port)) as nameless:
+        nameless.sendall(b"\x10\x0c\x00\x04MQTT\x04\x00\x00\x3c\x00\x00")  # no client id, no clean session
+        assert nameless.recv(4) == b"\x20\x02\x00\x02"
+    with service.device("display") as client:
+        client.publish("kept/a", b"1", qos=1, retain=True).wait_for_publish(60)
+        client.publish("kept/c", b"1", qos=1, retain=True)
+        browser.until(f"{row('drops', 'rejected: retained')}")
+    assert browser.see(f"{row('drops', 'refused: connects')}.children[0].innerText") == "mqtt"
+    metrics = service.request("/metrics")[2].decode()
+    assert 'streambridge_rejected_messages_total{front_end="mqtt",reason="retained"}' in metrics
+    assert 'streambridge_refused_total{front_end="mqtt",reason="connects"}' in metrics
+    tile = "[...document.querySelectorAll('#tiles > div')].find((one) => one.innerText.includes('Lost'))"
+    browser.until(f"!{tile}.innerText.includes('\\n0\\n')")
+    assert "none by limits of streams" in browser.see(f"{tile}.innerText")
 
 
 def test_connected_devices_are_listed_as_they_come_and_go(service: Service, page: Browser) -> None:
@@ -179,7 +201,7 @@ def test_a_screen_reader_finds_its_way(service: Service, page: Browser) -> None:
     names: dict[str, list[str]] = {}
     for role, name in found:
         names.setdefault(role, []).append(name)
-    assert {"The last hour", "Streams", "Exports"} <= set(names["heading"])
+    assert {"Since the start", "Streams", "Exports"} <= set(names["heading"])
     assert {"Streams", "Exports"} <= set(names["table"])
     assert all(names["table"]), "every table has a name"
     assert all(names["meter"]), "every bar has a name"

@@ -2,7 +2,6 @@
 /* Everything shown comes from devices: text goes into the page by textContent only. */
 const POLL = 2000, STALE = 8000, MINUTE = 60000, HOUR = 60 * MINUTE, EARLIEST = Date.UTC(2025, 0);
 const SVG = "http://www.w3.org/2000/svg";
-const KINDS = { dropped: "dropped", rejected: "refused, not acknowledged", refused: "rejected" };
 const $ = (id) => document.getElementById(id);
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const brief = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });

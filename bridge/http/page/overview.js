@@ -41,7 +41,7 @@ function exportRows(exports, time, { linked = false, acting = false } = {}) {
 
 function streamState(s, ready) {
   if (s.error) return { pill: "bad", state: "cannot store", sub: s.error, rank: 0 };
-  if (s.name in ready.failing) return { pill: "bad", state: "full, refuses messages", rank: 0 };
+  if (s.name in ready.failing) return { pill: "bad", state: "full, rejects messages", rank: 0 };
   if (Object.keys(s.failures).length || s.dropped.damaged || s.dropped.unknown) return { pill: "warn", state: "lost messages", rank: 1 };
   if (s.deleting) return { pill: "warn", state: "being deleted", sub: "waits for its exports", rank: 1 };
   return { pill: "good", state: "ok", rank: 2 };
@@ -96,13 +96,15 @@ function showHead(now) {
   document.title = `${now.gateway} – streambridge`;
   put($("gateway"), now.gateway);
   put($("about"), `MQTT gateway, streambridge ${now.version}, running for ${span(now.time - now.started)}`);
+  const since = now.time - now.started < HOUR ? "Since the start" : "The last hour";
+  for (const title of ["hour-title", "stream-hour-title"]) put($(title), since);
   const notices = [];
   if (now.storageError) notices.push(["Nothing can be stored", now.storageError]);
   if (!now.workerRunning && ready.phase === "running") notices.push(["Exports are interrupted", "the worker process has ended and is being restarted"]);
   if (ready.unreachable) notices.push(["No messages are received", ready.unreachable]);
   const refused = Object.entries(ready.refused);
-  for (const [name, why] of refused.slice(0, 10)) notices.push([`Messages for ${name} are refused`, why]);
-  if (refused.length > 10) notices.push([`Messages for ${refused.length - 10} other streams are refused`, "see /readyz"]);
+  for (const [name, why] of refused.slice(0, 10)) notices.push([`Messages for ${name} are not stored`, why]);
+  if (refused.length > 10) notices.push([`Messages for ${refused.length - 10} other streams are not stored`, "see /readyz"]);
   if (now.time < EARLIEST) notices.push(["The clock is wrong", `it shows ${moment.format(now.time)}; messages are stored with that time`]);
   if (now.clockSteps) notices.push(["The clock was set", `${now.clockStep > 0 ? "forward" : "back"} by ${span(Math.abs(now.clockStep))}; no message expires because of that`]);
   showNotices(notices);
@@ -123,7 +125,7 @@ function dropRows(lists) {
       for (const [why, n] of Object.entries(counts)) rows.push([`stream ${s.name}`, `${kind}: ${spoken(why)}`, n, intended(why)]);
     };
     add("dropped", s.dropped, (why) => why !== "damaged" && why !== "unknown");
-    add("refused", s.rejected, () => false);
+    add("rejected", s.rejected, () => false);
     add("files", s.failures, () => false);
     if (s.deduplicated) rows.push([`stream ${s.name}`, "not stored twice", s.deduplicated, true]);
   }
@@ -141,8 +143,8 @@ function showOverview(now) {
   tile("Pending exports", whole.format(totals.pending), totals.failing ? `${totals.failing} of ${totals.active} exports retrying` : many(totals.active, "export"), totals.failing ? "warn" : "");
   tile("Stored", size(totals.size), many(totals.messages, "message"));
   tile("Disk free", now.diskSize ? size(now.diskFree) : "–", now.diskSize ? `of ${size(now.diskSize)}` : "");
-  tile("Lost or refused", whole.format(totals.lost), totals.dropped ? `${whole.format(totals.dropped)} dropped by limits` : "none dropped by limits", "");
-  tiles.get("Lost or refused").classList.toggle("warn", totals.lost > 0);
+  tile("Lost or rejected", whole.format(totals.lost), totals.dropped ? `${whole.format(totals.dropped)} more dropped by streams, as configured` : "none by limits of streams", "");
+  tiles.get("Lost or rejected").classList.toggle("warn", totals.lost > 0);
 
   streams.show(now.streams.map((s) => {
     const state = streamState(s, ready), oldest = s.oldestTime === null ? null : now.time - s.oldestTime;
@@ -168,7 +170,7 @@ function showOverview(now) {
   for (const [frontEnd, counts] of Object.entries(now.counts))
     for (const [what, n] of Object.entries(counts)) {
       const [, kind, why] = /^(dropped|rejected|refused)_(.*)$/.exec(what) || [];
-      if (kind && n) lines.push([frontEnd, `${KINDS[kind]}: ${spoken(why)}`, n, kind === "refused"]);
+      if (kind && n) lines.push([frontEnd, `${kind}: ${spoken(why)}`, n, kind === "refused"]);
     }
   drops.show(asDropRows(lines));
 }
@@ -180,7 +182,7 @@ function showHour(past, now) {
     { key: "rate", title: "Messages stored per second", times, values: [...rates(past.times, past.stored), totals.rate], format: asRate },
     { key: "pending", title: "Pending exports, messages", times, values: [...past.pending, totals.pending], format: asCount },
     { key: "size", title: "Size of all streams", times, values: [...past.size, totals.size], format: asSize, top: binary },
-    { key: "lost", title: "Lost or refused per second", times, values: [...rates(past.times, past.lost), null], format: asRate },
+    { key: "lost", title: "Lost or rejected per second", times, values: [...rates(past.times, past.lost), null], format: asRate },
   ]);
   const current = new Map(now.exports.map((e) => [JSON.stringify([e.stream, e.identifier]), e]));
   $("backlog").hidden = !past.exports.length;

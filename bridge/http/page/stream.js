@@ -44,7 +44,7 @@ function showStream(found, ready) {
       continue;
     }
       const intended = what === "dropped" && name !== "damaged" && name !== "unknown";
-    charts.push({ key: `${what} ${name}`, title: `${what === "dropped" ? "Dropped" : "Refused"} per second: ${spoken(name)}`, times,
+    charts.push({ key: `${what} ${name}`, title: `${what === "dropped" ? "Dropped" : "Rejected"} per second: ${spoken(name)}`, times,
       values: [...rates(found.times, values.map((value) => value ?? 0)), null], format: asRate, level: intended ? "" : "warn" });
   }
   streamHour.show(charts);
