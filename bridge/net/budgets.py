@@ -26,9 +26,7 @@ from bridge.net.addresses import network_of
 from bridge.settingtypes import Bytes, Count, Millis
 
 BURST = 1.0  # seconds by which a client may be ahead
-PAUSE = (
-    BURST / 10
-)  # how much of it is free again when a client is read on, so that it does not stop each time
+PAUSE = BURST / 10  # of it is free again when a client is read on: otherwise it would stop each time
 REMEMBERED = 1_000  # how many reported meters are remembered; beyond that, all are forgotten
 T = TypeVar("T")
 
