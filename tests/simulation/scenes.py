@@ -100,6 +100,17 @@ def again(plan: Plan, random: Random, device: int) -> list[Step]:
     ]
 
 
+def purged(plan: Plan, random: Random, device: int) -> list[Step]:
+    """A purge is confirmed, perhaps after its record could not be synced, and the power goes."""
+    failing = Step("syncs", (random.choice((1, 2)), "/both"))
+    return [
+        _publish(random, device, "both", 1)._replace(wait=0.5),
+        *([failing] if random.random() < 0.5 else []),
+        Step("purge", (), random.choice((0.05, 0.2))),
+        end(plan, random, cuts=0.9),
+    ]
+
+
 def calm(plan: Plan, random: Random, device: int) -> list[Step]:
     """Much is published during slow syncs in the background; long after, the power goes."""
     family = random.choice(("plain", "plain", "ring", "aged"))
@@ -385,7 +396,7 @@ TRIED = (
     "ackMessages", "listStreams", "PUBLISH", "SUBSCRIBE",
 )  # fmt: skip
 SCENES: dict[Scene, float] = {
-    release: 2, half: 2, back: 2, again: 2, calm: 1.5, failed: 1, soon: 1, snapshot: 1, behind: 1,
+    release: 2, half: 2, back: 2, again: 2, calm: 1.5, purged: 1, failed: 1, soon: 1, snapshot: 1, behind: 1,
     rotation: 2, tail: 1.5, over: 2,
     backlog: 2, dead: 1.5, flood: 1.5, withdrawn: 1.5, rights: 1.5, hoard: 1, room: 1,
     labour: 2.5, shared: 2, topical: 1, missing: 1, lake: 2,
