@@ -140,7 +140,7 @@ sent_bytes_total counter front_end
 requests_total counter front_end
     Requests for operations on streams.
 dropped_messages_total counter front_end reason
-    Messages dropped: at QoS 0 because they could not be stored, and for subscribers that are too slow.
+    Messages dropped: at QoS 0 because they could not be stored, and for subscribers that are slow or away.
 rejected_messages_total counter front_end reason
     Messages at QoS 1 and 2 that were rejected: not stored and not acknowledged.
 refused_total counter front_end reason

@@ -178,6 +178,7 @@ def test_each_session_that_is_ended_is_named_with_the_number_of_its_messages(
         assert found == [
             f"the session of client 'a{n}' is ended, with {n} messages queued for it" for n in range(4)
         ]
+        assert bridge.stat("dropped_session_ended") == 0 + 1 + 2 + 3
 
     with_bridge(tmp_path, test, sessions=2)
 

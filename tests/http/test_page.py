@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Callable
 
+import paho.mqtt.client as paho
 import pytest
 
 from tests.http.chromium import Browser
@@ -102,6 +104,29 @@ def test_the_page_counts_messages_as_rejected_and_connections_as_refused_as_the_
     tile = "[...document.querySelectorAll('#tiles > div')].find((one) => one.innerText.includes('Lost'))"
     browser.until(f"!{tile}.innerText.includes('\\n0\\n')")
     assert "none by limits of streams" in browser.see(f"{tile}.innerText")
+
+
+def test_sessions_that_a_limit_ends_are_shown_with_the_messages_that_were_lost(
+    start: Callable[..., Service], browser: Browser
+) -> None:
+    service = start("[mqtt.limits]\nsessions = 1\n")
+    for client_id in ("first", "second"):
+        client = paho.Client(paho.CallbackAPIVersion.VERSION2, client_id, clean_session=False)
+        subscribed = threading.Event()
+        client.on_subscribe = lambda *_, done=subscribed: done.set()
+        client.connect("127.0.0.1", service.mqtt_port)
+        client.loop_start()
+        client.subscribe("commands", 1)
+        assert subscribed.wait(60)
+        client.disconnect()
+        client.loop_stop()
+        if client_id == "first":
+            service.publish(*[("commands", b"open")] * 3)
+    browser.open(f"http://127.0.0.1:{service.port}/")
+    browser.until(row("drops", "sessions ended by a limit"))
+    assert browser.see(f"{row('drops', 'sessions ended by a limit')}.children[2].innerText") == "1"
+    assert browser.see(f"{row('drops', 'dropped: session ended')}.children[2].innerText") == "3"
+    assert "Lost or refused\n3" in browser.text("#tiles")
 
 
 def test_connected_devices_are_listed_as_they_come_and_go(service: Service, page: Browser) -> None:

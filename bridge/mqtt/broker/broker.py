@@ -349,6 +349,13 @@ class Broker:
         if session.persistent:
             self.journal.ended(session)
 
+    def _queued(self, session: Session) -> int:
+        """Count the messages that a session loses because a limit ends it: not those that others get."""
+        lost = len(session.outbox) - len(session.outbox.shared())
+        if lost:
+            self.counts["dropped_session_ended"] += lost
+        return lost
+
     def _evicted(self, session: Session) -> None:
         text = (
             "the session of client %r is ended, with %d messages queued for it: of those who are away, most "
@@ -356,7 +363,7 @@ class Broker:
             "ended_sessions)"
         )
         holder, most = session.identity.holder, self.limits.sessions
-        log.warning(text, session.client_id, len(session.outbox), holder, most)
+        log.warning(text, session.client_id, self._queued(session), holder, most)
 
     def _out_of_memory(self) -> None:
         self.sessions.memory.make_room(self.sessions.all(), self._lose_oldest, self._end_for_memory)
@@ -377,7 +384,7 @@ class Broker:
             f"session_bytes = {self.limits.session_bytes} is reached"
         )
         self.counts["ended_sessions"] += 1
-        queued = len(session.outbox)
+        queued = self._queued(session)
         if session.line is not None:
             session.line.fail("refused_session_bytes", why, QUOTA_EXCEEDED)
         text = (
