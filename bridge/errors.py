@@ -152,7 +152,14 @@ class MessageTooLarge(StreamError):
 
 
 class StorageFailed(StreamError):
-    """Raised when a write or a sync failed; nothing of that group was acknowledged."""
+    """Raised when a write or a sync failed; nothing of that group was acknowledged.
+
+    `public` is what a client may be told: it names no path. Empty: nothing.
+    """
+
+    def __init__(self, message: str, public: str = "") -> None:
+        super().__init__(message)
+        self.public = public
 
 
 class JournalFailed(StorageFailed):

@@ -119,6 +119,7 @@ class Observer:
         self.directory = Directory(self._devices)
         self._next_step = 0.0
         self._troubles: dict[tuple[str, str], str] = {}  # of streams and exports, as noted in the events
+        self._failed = set[str]()  # streams whose disk failed at that time
         self._numbers: deque[tuple[int, dict[str, int]]] = deque(maxlen=3)  # when, each stream's next number
         self._ends: dict[str, int] | None = None  # each stream's next number at the last step of the history
         self._stored = 0  # messages since the first step
@@ -191,11 +192,13 @@ class Observer:
                 what = "an export fails" if export else "messages are not stored"
                 self.events.note(logging.WARNING, f"{what}: %s", why, **fields)
         for stream, export in self._troubles.keys() - found.keys():
-            if stream in self._manager.definitions:
+            # When the disk works again, the stream itself has logged it.
+            if stream in self._manager.definitions and (export or stream not in self._failed):
                 fields = {"stream": stream, "export": export} if export else {"stream": stream}
                 what = "an export works again" if export else "messages are stored again"
                 self.events.note(logging.INFO, what, **fields)
         self._troubles = found
+        self._failed = {stream.name for stream in state.streams if stream.error is not None}
 
     # -- the disk --------------------------------------------------------------------------------
     async def storage_error(self) -> str | None:

@@ -53,6 +53,7 @@ class Committer:
         self._freeing = False
         self._paces: dict[Stream, Pace] = {}  # of streams on a slow disk
         self._proven = 0  # quick syncs in a row
+        self._elsewhere: dict[Stream, str] = {}  # why a stream's group is being written to a new segment
         self._held: dict[Stream, Timer] = {}  # streams whose next group waits for more messages
         self.under_pressure = False
         self.on_pressure: list[Callable[[bool], None]] = []
@@ -137,6 +138,12 @@ class Committer:
             staged, error = again, None
         if sync:
             self._rate(stream, staged, error)
+        self._finish(stream, staged, error)
+
+    def _finish(self, stream: Stream, staged: Staged, error: OSError | None) -> None:
+        why = self._elsewhere.pop(stream, "")
+        if why and error is None:
+            self._on_event(stream.name, f"sync failed ({why}); written again to a new segment")
         stream.finish(staged, error)
 
     def _rate(self, stream: Stream, staged: Staged, error: BaseException | None) -> None:
@@ -169,8 +176,7 @@ class Committer:
                 error = caught.with_traceback(None)
                 continue
             if elsewhere:
-                why = error.strerror or error
-                self._on_event(stream.name, f"sync failed ({why}); written again to a new segment")
+                self._elsewhere[stream] = error.strerror or str(error)
             return again, error, first
 
     def _submit(self, stream: Stream, staged: Staged, *, first: bool) -> None:
@@ -187,12 +193,13 @@ class Committer:
                 return
         self._flights -= 1
         if stream.closed:
+            self._elsewhere.pop(stream, None)
             stream.discard(staged)
         else:
             if error is not None and not isinstance(error, OSError):
                 error = OSError(0, repr(error))
             self._rate(stream, staged, error)
-            stream.finish(staged, error)
+            self._finish(stream, staged, error)
         stream.unpin()
         self.update_pressure(stream)
         if stream in self._syncing:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable
+from errno import ENOSPC
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ class Stream(Contents):
             keys=keys,
         )
         self.error: StreamError | None = None
+        self._wanted = 0  # bytes that the file system must have free before the error of a full disk is over
         self._rejected = "", 0.0, 0  # why a message did not fit, when, and its provisional number
         self.on_commit: list[Callable[[], None]] = []
         self.closed = self._maintain_late = self._continuing = False
@@ -387,7 +389,8 @@ class Stream(Contents):
             self.fail(error)
             return
         self.log.commit(staged, synced=self.settings.flush)
-        self.error = None
+        if self.error is not None:
+            self._recovered("messages are stored again")
         waiters = self.queue.committed()
         if self.limits is not None:
             now = self.clock.now()
@@ -409,13 +412,17 @@ class Stream(Contents):
     def fail(self, error: OSError) -> None:
         """Fail everything pending or in flight. Its numbers are used again."""
         failed = self.queue.next - self.log.next
+        wanted = self.queue.size + self._framing + DISK_ROOM
         waiters = self.queue.clear(self.log.next)
         if not failed and not waiters:
             return
         self.count("failed", failed)
+        self._wanted = wanted if error.errno == ENOSPC else 0
+        why = error.strerror or error
         self.error = StorageFailed(
-            f"stream {self.name!r} cannot be written in {self.directory}: {error.strerror or error}; nothing "
-            f"was acknowledged. Appends work again as soon as the disk does"
+            f"stream {self.name!r} cannot be written in {self.directory}: {why}; nothing "
+            f"was acknowledged. Appends work again as soon as the disk does",
+            f"stream {self.name!r} cannot be written: {why}",
         )
         if self.limits is not None:
             self.limits.failed()
@@ -424,6 +431,10 @@ class Stream(Contents):
         self._set_room()
         for waiter in waiters:
             waiter(self.error)
+
+    def _recovered(self, what: str) -> None:
+        self.error, self._wanted = None, 0
+        self._on_event(self.name, what)
 
     def discard(self, staged: Staged) -> None:
         """Discard a staged group after `close`."""
@@ -549,6 +560,8 @@ class Stream(Contents):
 
         `now` is in ms on the age timeline.
         """
+        if self._wanted and self.files.free(self.directory) >= self._wanted:
+            self._recovered("the file system has room again; messages can be stored")
         self.drops.save()
         self._delete()
         self._maintain_late = self.busy

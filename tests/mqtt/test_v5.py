@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 from bridge.mqtt.wire import properties as p
@@ -21,6 +24,8 @@ from .harness import (
     connect,
     decoded,
     publish,
+    run_async,
+    running,
     subscribe,
     unsubscribe,
     until,
@@ -40,6 +45,32 @@ def send(
     client: Client, topic: str, payload: bytes = b"", qos: int = 0, packet_id: int = 0, **options: Any
 ) -> None:
     client.send(publish(topic, payload, qos, packet_id, level=V5, **options))
+
+
+def test_who_is_disconnected_since_the_disk_is_full_learns_that_and_no_path(mounted: Path) -> None:
+    async def work() -> None:
+        async with asyncio.timeout(240), running(mounted) as bridge:
+            client, plain = (
+                await v5(bridge, "d"),
+                await v5(bridge, "p", properties={p.REQUEST_PROBLEM_INFO: 0}),
+            )
+            with (mounted / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+            for number in range(1, 200):
+                send(client, "in/a", bytes(8000), 1, number)
+                answer = await client.receive()
+                if answer.head != 0x40:
+                    break
+            assert (answer.head, answer.body[0]) == (0xE0, 0x83)
+            why = p.read_properties(answer.body, 1, len(answer.body), 0x40)[0][p.REASON_STRING]
+            assert b"cannot be written: No space left on device" in why
+            assert b"stream 's'" in why
+            assert os.fsencode(mounted) not in why
+            send(plain, "in/a", bytes(8000), 1, 1)
+            assert await plain.receive() == Packet(0xE0, b"\x83\0")
+
+    run_async(work())
 
 
 @bridge_test(max_packet=100_000, max_keep_alive=600)

@@ -249,6 +249,42 @@ def test_a_definition_can_be_changed_on_a_full_disk_if_something_can_be_dropped(
     run(work())
 
 
+@pytest.mark.parametrize("flush", [False, True])
+def test_a_stream_says_when_the_full_disk_has_room_again_and_that_nothing_was_stored_before(
+    mounted: Path, flush: bool
+) -> None:
+    house = House(mounted)
+
+    async def fill(stream: Stream) -> None:
+        _ballast(mounted)
+        with pytest.raises(StorageFailed, match="No space left on device"):
+            for _ in range(100):
+                await put(stream, b"x" * 8000)
+        assert "No space left on device" in (stream.cannot_store or "")
+        assert house.events == []
+
+    async def work() -> None:
+        async with house.store() as store:
+            stream = store.create("s", StorageSettings(flush=flush), b"{}")
+            await fill(stream)
+            store.committer.maintain([stream])
+            assert stream.cannot_store is not None
+            (mounted / "ballast").unlink()
+            store.committer.maintain([stream])
+            assert stream.cannot_store is None
+            assert house.events == ["s: the file system has room again; messages can be stored"]
+            await put(stream, b"x" * 8000)
+            house.events.clear()
+            await fill(stream)
+            (mounted / "ballast").unlink()
+            await put(stream, b"again")
+            await put(stream, b"and again")
+            assert stream.cannot_store is None
+            assert house.events == ["s: messages are stored again"]
+
+    run(work())
+
+
 def test_a_start_on_a_full_disk_opens_a_stream_with_a_torn_tail(mounted: Path) -> None:
     """A write that the full disk cut short, and a kill before it was taken back."""
     house = House(mounted)

@@ -240,7 +240,8 @@ class Inbox:
         if last is not None:
             if last.error is not None:
                 why = f"not acknowledged: {last.error}"
-                self.line.fail("rejected_storage", why, reason_of(last.error)[1])
+                told = last.error.public if isinstance(last.error, StorageFailed) else ""
+                self.line.fail("rejected_storage", why, reason_of(last.error)[1], told)
             elif last.close is not None:
                 self.line.fail(*last.close)
         if not batches and self._at_rest:

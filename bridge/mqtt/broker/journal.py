@@ -210,7 +210,7 @@ class Journal:
             self._file.add_at_once(_encoder.encode(Marked(stream.name, stream.next_sequence)))
         except OSError as error:
             del self.replay_points[stream.name]
-            raise JournalFailed(f"{self._path}: {error}; QoS 2 messages need it") from error
+            raise JournalFailed(f"{self._path}: {error.strerror or error}; QoS 2 messages need it") from error
 
     def settled_in(self, places: Iterable[tuple[Stream, int]], owner: object) -> None:
         """The journal has the ids of the QoS 2 messages with these numbers."""

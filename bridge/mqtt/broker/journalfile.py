@@ -210,7 +210,7 @@ class JournalFile:
             self.failed = False
         except OSError as problem:
             self._cannot_write(problem)
-            error = StorageFailed(f"{self.path}: {problem}")
+            error = StorageFailed(f"{self.path}: {problem.strerror or problem}")
             self._write_in(RETRY_INTERVAL)
         self._buffer = []
         waiting, self._waiting = self._waiting, []
@@ -245,7 +245,7 @@ class JournalFile:
             log.error(
                 "%s: %s; persistent sessions are not acknowledged until it can be written",
                 self.path,
-                problem,
+                problem.strerror or problem,
             )
         self.failed = True
 

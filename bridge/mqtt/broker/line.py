@@ -47,8 +47,11 @@ class Line(Protocol):
     def release(self, why: str) -> None:
         """Resume reading, unless another reason holds. Does nothing if this reason does not hold."""
 
-    def fail(self, counter: str, why: str, reason: int) -> None:
-        """Close it, with an MQTT 5 reason code for the client; `counter` and `why` are for the operator."""
+    def fail(self, counter: str, why: str, reason: int, told: str = "") -> None:
+        """Close it, with an MQTT 5 reason code and a text for the client.
+
+        `counter` and `why` are for the operator.
+        """
 
 
 class Gone:
@@ -74,7 +77,7 @@ class Gone:
 
     release = hold
 
-    def fail(self, counter: str, why: str, reason: int) -> None:
+    def fail(self, counter: str, why: str, reason: int, told: str = "") -> None:
         """It is closed."""
 
 

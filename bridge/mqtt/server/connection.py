@@ -346,11 +346,15 @@ class Connection(Flow):
         record("login", "refused", origin=origin, user=user, client=client, proven=False, why=why)
         self._close(Event.REFUSED, counter, f"refused: {why}", linger=True)
 
-    def fail(self, counter: str, why: str, reason: int) -> None:
-        """Close, after a DISCONNECT with the reason for an MQTT 5 client."""
+    def fail(self, counter: str, why: str, reason: int, told: str = "") -> None:
+        """Close, after a DISCONNECT with the reason for an MQTT 5 client, and `told` if it takes that."""
         self.reason = reason
-        if self.level == V5 and self.state is OPEN and self.max_packet_out >= 4:
-            self.send(answers.disconnect(reason))
+        if self.level == V5 and self.state is OPEN:
+            properties: p.Properties = {p.REASON_STRING: told.encode()} if told and self.explains else {}
+            for answer in (answers.disconnect(reason, properties), answers.disconnect(reason)):
+                if len(answer) <= self.max_packet_out:
+                    self.send(answer)
+                    break
         self._close(Event.FAILED, counter, why, linger=True)
 
     def end(self, counter: str, why: str, *, abort: bool = False) -> None:

@@ -84,6 +84,6 @@ def unsuback(level: int, packet_id: int, codes: Iterable[int]) -> bytes:
     return packet(UNSUBACK, packet_id.to_bytes(2, "big") + (b"\0" + found if level == V5 else b""))
 
 
-def disconnect(reason: int) -> bytes:
+def disconnect(reason: int, properties: Properties | None = None) -> bytes:
     """DISCONNECT, which a server sends only in MQTT 5 (section 3.14)."""
-    return bytes((DISCONNECT, 2, _checked(DISCONNECT, reason), 0))
+    return packet(DISCONNECT, bytes((_checked(DISCONNECT, reason),)) + write_properties(properties or {}))
