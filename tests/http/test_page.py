@@ -126,7 +126,7 @@ def test_sessions_that_a_limit_ends_are_shown_with_the_messages_that_were_lost(
     browser.until(row("drops", "sessions ended by a limit"))
     assert browser.see(f"{row('drops', 'sessions ended by a limit')}.children[2].innerText") == "1"
     assert browser.see(f"{row('drops', 'dropped: session ended')}.children[2].innerText") == "3"
-    assert "Lost or refused\n3" in browser.text("#tiles")
+    assert "Lost or rejected\n3" in browser.text("#tiles")
 
 
 def test_connected_devices_are_listed_as_they_come_and_go(service: Service, page: Browser) -> None:
