@@ -19,20 +19,17 @@ What it promises
    extension are on the disk (fdatasync) before their reply is sent, as the boundaries and the positions of
    exports are. Requests at the same time share a sync.
 2. A leased message is not delivered again before its deadline, even after a crash or a power cut. Deadlines
-  are on
-   the age timeline (`bridge.clock`). After a reboot, or if the timeline is lost, a message may come later, by
-   at most the length of its lease.
+   are on the age timeline (`bridge.clock`). After a reboot, or if the timeline is lost, a message may come
+   later, by at most the length of its lease.
 3. The number of deliveries includes each one that a client has received. It may include one whose reply was
-  lost.
+   lost.
 4. At most `max_unacknowledged` messages are leased, so the position has at most that many gaps. At this
-  limit, new
-   messages wait until some are settled, while messages with expired leases are still delivered.
+   limit, new messages wait until some are settled, while messages with expired leases are still delivered.
 5. A message beyond `max_deliveries`, or terminated, is in the dead-letter stream before it is settled. If
    that stream does not accept it, it stays leased, and this is tried again.
 6. With retention "exported", only messages that are settled on the disk are freed.
 7. Only the client that holds a lease can shorten or extend it. An acknowledgement from any client counts,
-  even after
-   the deadline, because the work is done.
+   even after the deadline, because the work is done.
 
 Modules, each importing only those above it:
 

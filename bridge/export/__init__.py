@@ -1,10 +1,12 @@
 """Exports: plugins deliver a stream to a destination in batches, in order, and retry without limit.
 
-Processes and threads --------------------- The service process has an `ExportSupervisor`. It starts one
-worker process, and restarts it when it dies. Over a socketpair it tells the worker the streams, their exports
-and how far each stream is committed. The worker reads segment files, calls plugins and writes cursors, and
-writes nothing else. Messages that plugins append to streams (status messages, dead letters) go back to the
-supervisor, because only the service process writes streams.
+Processes and threads
+---------------------
+The service process has an `ExportSupervisor`. It starts one worker process, and restarts it when it dies.
+Over a socketpair it tells the worker the streams, their exports and how far each stream is committed. The
+worker reads segment files, calls plugins and writes cursors, and writes nothing else. Messages that plugins
+append to streams (status messages, dead letters) go back to the supervisor, because only the service process
+writes streams.
 
 In the worker, the main thread talks to the supervisor and watches the pool. Each of the `threads` pool
 threads picks the most urgent export that is due and performs one step of it: it plans a batch, sends it, and
@@ -26,8 +28,7 @@ Invariants
    lower end, and so another name, but only after the exporter has found nothing under the old name
    (`landed`). The new boundaries, too, are durable before the attempt.
 3. Each export has at most one batch in flight. A thread that hangs keeps its export, but the pool gets
-  another
-   thread in its place.
+   another thread in its place.
 4. The worker may die at any instant, even by SIGKILL. Only time is lost.
 
 Which plugin killed the worker

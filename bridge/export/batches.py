@@ -228,13 +228,13 @@ class Batches:
 
     def _count(self, batch: Batch, left: set[int], rejected: dict[int, str]) -> None:
         cursor, records = self._position.cursor, batch.records
-        done = [record for n, record in enumerate(records) if n not in left] if left else records
-        refused = [records[n] for n in rejected if n not in left]
+        done = [n for n in range(len(records)) if n not in left] if left else range(len(records))
+        refused = [n for n in done if n in rejected] if rejected else []
         self._handled += len(done)
         cursor.messages += len(done)
         cursor.rejected += len(refused)
-        cursor.size += sum(map(len, [record.payload for record in done]))
-        cursor.size -= sum(map(len, [record.payload for record in refused]))
+        cursor.size += sum([len(records[n].payload) for n in done])
+        cursor.size -= sum([len(records[n].payload) for n in refused])
         self._host.changed(batch.stream)
 
     def _settled(self) -> None:
@@ -281,5 +281,4 @@ class Batches:
 
 def size_of(batch: Batch) -> int:
     """Return the bytes of payloads and topics."""
-    payloads = [record.payload for record in batch.records]
-    return sum(map(len, payloads)) + sum(map(len, [record.topic for record in batch.records]))
+    return sum([len(record.payload) + len(record.topic) for record in batch.records])

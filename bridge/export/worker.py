@@ -387,9 +387,8 @@ def main() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable(int(sys.argv[2]))
     gc.set_threshold(50_000, 20, 50)  # batches have many objects, no cycles: saves a third
-    process.return_freed_memory(
-        process.MAPPED, few_heaps=True
-    )  # large batches come and go in several threads
+    # Large batches come and go in several threads.
+    process.return_freed_memory(process.MAPPED, few_heaps=True)
     process.lower_priority()  # ingest comes first on a small machine
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")  # kill it before the broker
