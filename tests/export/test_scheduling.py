@@ -18,6 +18,7 @@ from msgspec import UNSET
 
 from bridge.errors import InvalidRequest
 from bridge.export.cursor import CursorFile
+from bridge.export.supervisor import UPDATE_EVERY
 from bridge.streams import meta
 from bridge.streams.layout import Files
 from tests.export.harness import attempted, drop_in, numbers, recorded, running, until
@@ -31,7 +32,7 @@ def to(root: Path, name: str = "out", **more: Any) -> dict[str, Any]:
 def test_one_thread_serves_the_most_urgent_export_first(recorder: Path) -> None:
     async def scenario() -> None:
         async with running(recorder, threads=1) as gateway:
-            # The thread is busy until the worker has heard of all of them, and of what comes after them.
+            # The thread is busy until the worker has handled what is sent about all of them.
             gateway.create("marker", {"recorder": [to(recorder, "marker")]})
             await gateway.append("marker", b"x")
             await gateway.exported("marker", 0)
@@ -42,6 +43,9 @@ def test_one_thread_serves_the_most_urgent_export_first(recorder: Path) -> None:
                 config = to(recorder, name, batchSize=10)
                 gateway.create(name, {"recorder": [config | ({"priority": priority} if priority else {})]})
                 await gateway.append(name, *(b"x" for _ in range(50)))
+            # A loop runs its timers in the order of their times: after this one, all updates are sent. The
+            # removal of an export is sent at once, and handled after them.
+            await asyncio.sleep(2 * UPDATE_EVERY)
             gateway.update("marker", {})
             await until(lambda: not list((recorder / "data" / "exports" / "marker").glob("*.cursor")))
             (recorder / "holder.release").touch()
