@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bridge.errors import StorageFailed
-from bridge.mqtt.server.connection import Connection
+from bridge.mqtt.server import control
 from bridge.mqtt.server.states import NEXT, TRANSITIONS, State
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5, V311
@@ -323,7 +323,7 @@ def test_a_client_that_sends_no_connect_in_time_is_closed(world: World) -> None:
 
 
 def test_every_packet_and_event_of_the_table_has_a_handler_and_an_outcome() -> None:
-    assert all(hasattr(Connection, row.handler) for row in TRANSITIONS if row.handler)
+    assert all(hasattr(control, row.handler) for row in TRANSITIONS if row.handler)
     assert len(NEXT) == len(TRANSITIONS), "no row hides another"
     assert {row.state for row in TRANSITIONS} == set(State) - {State.CLOSED}
 

@@ -1,8 +1,9 @@
-"""What the plugins have said about the topics of one connection.
+"""The decisions of authorization plugins about the topics of one connection.
 
-A question takes time, and the connection is not read meanwhile; all others go on. The answer is kept, so that
-the hot path never asks: a PUBLISH asks only where it looks up the route of its topic. After `auth.decisions`
-all answers of a connection are forgotten, with its routes. No answer is a refusal, for `RETRY` seconds.
+A decision takes time. Meanwhile this connection is not read; all others continue. Decisions are kept, so the
+hot path never asks: a PUBLISH asks only when it looks up the route of its topic. After `auth.decisions`, all
+decisions and routes of the connection are forgotten. If a plugin does not answer, that counts as a refusal
+for `RETRY` seconds.
 """
 
 from __future__ import annotations
@@ -17,33 +18,35 @@ if TYPE_CHECKING:
     from bridge.mqtt.server.connections import Connections, Member
     from bridge.runtime import Timer
 
-MOST = 4_096  # answers that one connection keeps,
-MOST_CHARACTERS = 512 * 1024  # and characters of their topics
-RETRY = 5.0  # seconds until a question is asked again that had no answer
+MOST = 4_096  # decisions kept for one connection
+MOST_CHARACTERS = 512 * 1024  # in the topics of those decisions
+RETRY = 5.0  # seconds before a question without an answer is asked again
 
 Action = Literal["publish", "subscribe"]
 
 
 class Asking:
-    """The answers for one connection."""
+    """The decisions for one connection."""
 
     def __init__(self, conn: Member, connections: Connections) -> None:
         self._conn, self._connections = conn, connections
-        self._known: dict[tuple[Action, str], tuple[bool, float]] = {}  # the answer, and until when it holds
+        self._known: dict[
+            tuple[Action, str], tuple[bool, float]
+        ] = {}  # the decision, and until when it holds
         self._characters = 0
         self._timer: Timer | None = None
 
     def may(self, action: Action, topic: str) -> bool | None:
-        """The answer that is known; None if there is none."""
+        """Return the decision; None if there is none yet."""
         allowed, until = self._known.get((action, topic), (None, 0.0))
         return allowed if allowed is None or self._now() < until else None
 
     def holds(self, action: Action, topic: str) -> bool:
-        """Whether an answer is one that may be kept: not one that came from no answer."""
+        """Return whether a decision may be kept. A refusal for want of an answer may not."""
         return self._known[action, topic][1] == float("inf")
 
     def ask(self, action: Action, topics: Sequence[str], then: Callable[[], None] | None = None) -> None:
-        """Hold the connection until there are answers; then call `then`, and read on."""
+        """Hold the connection until all topics are decided. Then call `then` and resume reading."""
         self._conn.hold("authorize")
         self._connections.spawn(self._ask(action, topics, then))
 
@@ -62,7 +65,7 @@ class Asking:
             self._conn.release("authorize")
 
     async def learn(self, action: Action, topic: str) -> bool:
-        """Ask, and keep the answer."""
+        """Ask about one topic and keep the decision."""
         conn = self._conn
         client_id, user = conn.who
         auth, runtime = self._connections.auth, self._connections.runtime

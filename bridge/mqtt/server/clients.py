@@ -1,7 +1,7 @@
-"""What operations may do to MQTT clients: list them, disconnect some, forget one's session.
+"""The operations on MQTT clients: list them, disconnect some, delete a session.
 
-A client id belongs to the user who opened its session, for as long as the session lasts. If somebody else has
-taken an id, the operator frees it by forgetting that client.
+A client id belongs to the user who opened its session, until the session ends. If the wrong user has an id,
+an operator frees it by deleting the session.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ PROTOCOLS = {V31: "MQTT 3.1", V311: "MQTT 3.1.1", V5: "MQTT 5"}
 
 
 class ServerClients:
-    """The clients of a server, for `Operations.clients`."""
+    """The clients of a server; used as `Operations.clients`."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
 
     def known(self) -> list[dict[str, Any]]:
-        """All that are connected or have a session, by id."""
+        """Return all clients that are connected or have a session, sorted by id."""
         found = sorted(self._server.broker.sessions.all(), key=lambda session: session.client_id)
         return [describe(self._server, session) for session in found]
 
     def disconnect(self, asked: OfClients) -> list[str]:
-        """Close the connections of the clients that are asked for; their sessions and wills go on as ever.
+        """Close the connections of some clients and return their ids. Sessions stay; wills are published.
 
-        Raises InvalidRequest if nothing is asked for, or a client that is not known.
+        Raises InvalidRequest if the request selects nothing, or names an unknown client.
         """
         if not asked.about:
             raise InvalidRequest("the request: give `client`, `user`, `certificate` or `address`")
@@ -64,9 +64,9 @@ class ServerClients:
         return sorted(found)
 
     async def forget(self, client: str) -> bool:
-        """End a session with its subscriptions, messages and will; returns whether it was connected.
+        """Delete a session with its subscriptions, messages and will. Returns whether it was connected.
 
-        Raises InvalidRequest if there is none.
+        Raises InvalidRequest if there is no such session.
         """
         session = self._session(client)
         connected = session.line is not None
@@ -96,7 +96,8 @@ def _network(address: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
         return ipaddress.ip_network(address, strict=False)
     except ValueError:
         raise InvalidRequest(
-            f"the request: `address`: {address[:100]!r} is none; give one like 192.0.2.7 or 192.0.2.0/24"
+            f"the request: `address`: {address[:100]!r} is not an address; give one like 192.0.2.7 or "
+            "192.0.2.0/24"
         ) from None
 
 
@@ -110,7 +111,7 @@ def _is_in(address: str, network: ipaddress.IPv4Network | ipaddress.IPv6Network)
 
 
 def _shows(conn: Member, digits: str) -> bool:
-    """Whether a client has shown the certificate with this fingerprint or serial number."""
+    """Return whether a client uses the certificate with this fingerprint or serial number."""
     der = certificate_of(conn)
     if not der:
         return False
@@ -119,7 +120,7 @@ def _shows(conn: Member, digits: str) -> bool:
 
 
 def peer(conn: Member, session: Session) -> Connected:
-    """A client that is connected."""
+    """Describe a connected client for the status page."""
     return Connected(
         session.client_id,
         session.identity.user,
@@ -129,12 +130,12 @@ def peer(conn: Member, session: Session) -> Connected:
         conn.published,
         len(session.subscriptions),
         len(session.outbox),
-        conn.slowed,
+        conn.metering.slowed,
     )
 
 
 def describe(server: Server, session: Session) -> dict[str, Any]:
-    """A session as plain values; `left` is the Unix time in ms since when it is away, `expires` its end."""
+    """Describe a session. `left` is when it disconnected, `expires` when it ends, in Unix time in ms."""
     broker, conn, left, ends = server.broker, session.line, None, None
     if conn is None:
         left = round(session.left * 1000 + broker.clock.wall() - broker.clock.now())

@@ -1,10 +1,13 @@
-"""All connections of the server together: how many there may be, what they may hold, what ends with them.
+"""All connections of the server: their number, their memory before the login, and what ends with them.
 
-What it promises: as many connections as `limits` allow and no more, those in their TLS handshake among them;
-clients that have not logged in hold no more than `guest_bytes`. A connection is in one of these states here:
+What it promises:
+* There are no more connections than `limits` allow, including those in their TLS handshake.
+* Clients that have not logged in hold no more than `guest_bytes` together.
 
-    expected   its PROXY header is under way
-    open       it has a transport; until it has logged in it counts as a guest
+A connection has one of these states here:
+
+    expected   its PROXY header has not arrived
+    open       it has a transport; it counts as a guest until it has logged in
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from bridge.mqtt.server.reads import Reads
 from bridge.mqtt.server.traffic import Traffic
 from bridge.mqtt.wire.packets import ADMINISTRATIVE_ACTION
 from bridge.net.addresses import is_within
-from bridge.net.budgets import Budget, Budgets, Meter, Refusal
+from bridge.net.budgets import Budget, Budgets, Refusal
 from bridge.net.crl import Crls
 from bridge.net.guests import Guests
 from bridge.net.limits import ConnectionLimits, descriptor_of
@@ -36,18 +39,19 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.broker import Broker
     from bridge.mqtt.broker.inbox import Inbox
     from bridge.mqtt.broker.sessions import Session
+    from bridge.mqtt.server.metering import Metering
     from bridge.mqtt.settings import Address, ListenerSettings, MqttConfig
     from bridge.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
 STOPPING = Refusal("refused_limit", "the service is stopping")
-ANY = 1 << 60  # connections, where there is no limit
+ANY = 1 << 60  # connections, if there is no limit
 GUESTS = "clients that have not logged in hold too much memory; see [mqtt.limits] guest_bytes"
 
 
 class Listener:
-    """What holds for the clients of some addresses. A reload makes another, with the same count."""
+    """The settings and rights of one listener. A reload makes a new one that keeps the count."""
 
     def __init__(
         self,
@@ -57,17 +61,19 @@ class Listener:
         counted: ConnectionLimits | None = None,
         crls: Crls = Crls(),  # noqa: B008 - immutable
     ) -> None:
-        """`context` is of its TLS handshakes, `counted` of the listener that it replaces."""
+        """`context` is for TLS. `counted` comes from the listener that it replaces."""
         self.settings, self.access, self.context, self.crls = settings, access, context, crls
         self.name, self.limits = settings.name, settings.limits
         self.proxies = tuple(map(ip_network, settings.proxy_protocol))
-        self.asks = context is not None and context.verify_mode is ssl.CERT_REQUIRED  # for certificates
+        self.asks = (
+            context is not None and context.verify_mode is ssl.CERT_REQUIRED
+        )  # clients for certificates
         self.counted = counted or ConnectionLimits(ANY, ANY)
         own = settings.own_limits
         self.counted.set(own.connections or ANY, own.connections_per_address or ANY)
 
     def regime(self, address: Address) -> tuple[object, ...]:
-        """What a client has been admitted by: if a reload changes it, the client must come again."""
+        """Return what a client's login rests on. If a reload changes it, the client must log in again."""
         return self.name, self.settings.own_users, address.secure and self.asks, bool(self.proxies)
 
 
@@ -76,16 +82,16 @@ class Endpoint:
 
     def __init__(self, address: Address, listener: Listener) -> None:
         self.address, self.listener = address, listener
-        self._loopback = address.loopback  # each login asks
+        self._loopback = address.loopback  # computed once: each login asks
 
     @property
     def client_certificates(self) -> bool:
-        """Whether every client must have one."""
+        """Whether every client must have a certificate."""
         return self.address.secure and self.listener.asks
 
     @property
     def loopback(self) -> bool:
-        """Whether its clients are on this machine; those of a proxy need not be."""
+        """Whether its clients are on this machine. The clients of a proxy may be elsewhere."""
         return self._loopback and not self.listener.proxies
 
 
@@ -94,15 +100,13 @@ class Member(Protocol):
 
     address: str
     endpoint: Endpoint
-    who: tuple[str, str | None]  # client id and user, once they are proved
+    who: tuple[str, str | None]  # client id and user, once proved
     level: int
-    proxied: bool  # its address is what a proxy said
-    address_meters: tuple[Meter[Any], ...]
-    user_meters: tuple[Meter[Any], ...]
-    subscribed: int  # its topic filters, as its meters count them
+    proxied: bool  # a proxy has named its address
+    metering: Metering
     inbox: Inbox
     since: int  # when it logged in, Unix time in ms
-    published: int  # messages that it has sent
+    published: int  # messages that the client has sent
     transport: asyncio.Transport
 
     @property
@@ -113,9 +117,6 @@ class Member(Protocol):
 
     @property
     def session(self) -> Session | None: ...
-
-    @property
-    def slowed(self) -> bool: ...
 
     def metered(self) -> None: ...
     def ask_again(self) -> None: ...
@@ -143,12 +144,14 @@ class Connections:
         self.under_pressure = under_pressure
         self.traffic = Traffic()
         self.reads = Reads(broker, runtime, self.traffic, self)
-        self.open: dict[Member, None] = {}  # in the order in which they came
-        self.reading: dict[Member, dict[asyncio.Task[None], None]] = {}  # requests that end with a connection
+        self.open: dict[Member, None] = {}  # oldest first
+        self.reading: dict[
+            Member, dict[asyncio.Task[None], None]
+        ] = {}  # requests that end with the connection
         self.logging_in: dict[Member, asyncio.Task[None]] = {}
         self.guests: Guests[Member] = Guests(self.limits.guest_bytes, self._dismiss)
         self.handshakes = Handshakes()
-        # With the address by which they are counted; None: their proxy has not yet said whose they are.
+        # With the address that counts them; None: the proxy has not named it yet.
         self._expected: dict[Member, str | None] = {}
         self.budgets: Budgets[Member] = Budgets(config.budget, runtime.later, runtime.now)
         self._counted = ConnectionLimits(self.limits.connections, self.limits.connections_per_address)
@@ -157,12 +160,14 @@ class Connections:
         self.stopping = False
 
     def expect(self, conn: Member, address: str, descriptor: int) -> bool:
-        """A socket that must first send a PROXY header: whether it has room."""
+        """Add a socket that must send a PROXY header first. Returns whether there is room."""
         listener = conn.endpoint.listener
         counted = None if listener.proxies else address
         refused = self._count(conn, counted, descriptor)
         if listener.proxies and not is_within(address, listener.proxies):
-            refused = Refusal("refused_proxy", "it is no proxy of this listener; see proxy_protocol")
+            refused = Refusal(
+                "refused_proxy", "its address is not a proxy of this listener; see proxy_protocol"
+            )
         conn.address, self._expected[conn] = address, counted
         if refused:
             self.given_up(conn, *refused)
@@ -171,7 +176,7 @@ class Connections:
         return not refused and conn in self._expected
 
     def named(self, conn: Member, address: str | None) -> bool:
-        """A proxy has said whose connection it is; None: its own. Returns whether that client has room."""
+        """A proxy has named the client's address; None: its own. Returns whether there is room."""
         if conn not in self._expected:
             return False
         self._leave(conn, None)
@@ -186,7 +191,7 @@ class Connections:
         return conn in self._expected
 
     def given_up(self, conn: Member, counter: str = "", why: str = "") -> None:
-        """Nothing comes of an expected connection, unless `accept` has seen it already."""
+        """Forget an expected connection, unless `accept` has already taken it."""
         if conn not in self._expected:
             return
         self._leave(conn, self._expected.pop(conn))
@@ -195,7 +200,7 @@ class Connections:
             self.broker.reports.closed(conn.name, counter, why)
 
     def accept(self, conn: Member) -> None:
-        """A new connection: let it stay if there is room for it."""
+        """Add a connection, and close it if there is no room."""
         descriptor = descriptor_of(conn.transport)
         address = self._expected.pop(conn, None)
         if address is None:
@@ -215,12 +220,12 @@ class Connections:
             self._leave(conn, conn.address)
             self.guests.leave(conn, conn.address)
         if (task := self.logging_in.pop(conn, None)) is not None:
-            task.cancel()  # nobody waits for its answer
+            task.cancel()  # nobody waits for the answer
         if self._empty is not None and not self.open and not self._empty.done():
             self._empty.set_result(None)
 
     def _count(self, conn: Member, address: str | None, descriptor: int) -> Refusal | None:
-        """Count a new socket; returns why it is one too many, or None if there is room for it."""
+        """Count a new socket. Returns why it is refused, or None."""
         refused = self._enter(conn, address, descriptor)
         self.broker.counts["accepted"] += 1
         return STOPPING if self.stopping else refused
@@ -230,8 +235,7 @@ class Connections:
         of_listener = conn.endpoint.listener.counted.enter(address)
         of_budgets = None
         if address is not None:
-            conn.address_meters = self.budgets.of_address(address)
-            of_budgets = self.budgets.enter(conn.address_meters)
+            of_budgets = conn.metering.enter_address(address)
         if why := of_all or of_listener:
             return Refusal("refused_limit", why)
         return of_budgets
@@ -239,37 +243,33 @@ class Connections:
     def _leave(self, conn: Member, address: str | None) -> None:
         self._counted.leave(address)
         conn.endpoint.listener.counted.leave(address)
-        self.budgets.leave(conn.address_meters, conn)
-        conn.address_meters = ()
+        conn.metering.leave_address(conn)
 
     def enter_user(self, conn: Member, identity: Identity) -> Refusal | None:
-        """A client has logged in: count it for its user; returns why it is one too many, or None."""
+        """Count a client that has logged in for its user. Returns why it is refused, or None."""
         old = self.broker.sessions.get(identity.client_id)
         spare = old is not None and old.line is not None and old.identity.owner == identity.owner
-        conn.user_meters = self.budgets.of_user(identity.user)
-        return self.budgets.enter(conn.user_meters, spare)
+        return conn.metering.enter_user(identity.user, spare)
 
     def ask_for_bases(self) -> None:
-        """Ask the plugins what they accept logins by; `Broker.revoke` ends what rests on anything else."""
+        """Ask plugins what their logins rest on. `Broker.revoke` ends logins that rest on anything else."""
         self.broker.accesses.of_plugins = frozenset(
             of_plugin(name, basis) for name, bases in self.auth.bases().items() for basis in bases
         )
 
     def set_budgets(self, budgets: Sequence[Budget]) -> None:
-        """Apply other budgets. Who is connected stays, whatever they say of the number of connections."""
+        """Apply new budgets. Connected clients stay, even if there are more than the budgets allow."""
         self.budgets.load(budgets)
         for conn, address in [*self._expected.items(), *((conn, conn.address) for conn in self.open)]:
             if address is not None:
-                conn.address_meters = self.budgets.of_address(address)
-                self.budgets.enter(conn.address_meters)
+                conn.metering.enter_address(address)
             line: object = None if conn.session is None else conn.session.line
             if conn.session is not None and line is conn:
-                conn.user_meters = self.budgets.of_user(conn.session.identity.user)
-                self.budgets.enter(conn.user_meters)
+                conn.metering.enter_user(conn.session.identity.user)
                 conn.metered()
 
     def end_all_of(self, endpoint: Endpoint, why: str) -> None:
-        """End the connections of an address, when all that they have sent is stored and acknowledged."""
+        """Close the connections of an address once everything that they sent is stored and acknowledged."""
         self.reads.run()
         for conn in [conn for conn in self._expected if conn.endpoint is endpoint]:
             if (task := self.logging_in.get(conn)) is not None:
@@ -279,7 +279,7 @@ class Connections:
             conn.inbox.when_settled(partial(conn.fail, "refused_reload", why, ADMINISTRATIVE_ACTION))
 
     def _dismiss(self, conn: Member) -> None:
-        """Peers that have not logged in hold too much memory, and this one has the largest share."""
+        """Close a guest: guests hold too much memory, and this one has the largest share."""
         if conn in self._expected:
             self.logging_in.pop(conn).cancel()
             self.given_up(conn, "refused_guest", GUESTS)
@@ -287,17 +287,13 @@ class Connections:
             conn.end("refused_guest", GUESTS, abort=True)
 
     def left(self, conn: Member) -> None:
-        """A client's connection has ended: so do its reads, however long they would still wait."""
+        """A connection is closed: cancel its reads, which may wait for long."""
         for task in self.reading.pop(conn, ()):
             task.cancel()
-        for meter in (*conn.address_meters, *conn.user_meters):
-            meter.subscriptions -= conn.subscribed
-        conn.subscribed = 0
-        self.budgets.leave(conn.user_meters, conn)
-        conn.user_meters = ()
+        conn.metering.leave_user(conn)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run something that must not outlive the server."""
+        """Run a task that ends with the server."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
@@ -309,13 +305,13 @@ class Connections:
             log.error("a task of the MQTT front end failed", exc_info=task.exception())
 
     async def end_tasks(self) -> None:
-        """Cancel what still serves connections."""
+        """Cancel all tasks."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def empty(self, timeout: float) -> None:
-        """Wait until all transports, which are closing, are closed; abort those that take longer."""
+        """Wait until all transports are closed. Aborts them after `timeout` seconds."""
         if self.open:
             self._empty = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._empty], timeout=timeout)
@@ -323,14 +319,14 @@ class Connections:
                 conn.transport.abort()
 
     def press(self, high: bool) -> None:
-        """Too much waits for the disk, or no longer."""
+        """Hold publishers while too much data waits for the disk; release them after."""
         self.under_pressure = high
         if not high:
             for conn in list(self.open):
                 conn.release("pressure")
 
     def stats(self) -> dict[str, int]:
-        """Everything counted since the start, and what there is now."""
+        """Return the counters since the start, and the present numbers."""
         return {
             **self.broker.counts,
             "received": self.traffic.published,

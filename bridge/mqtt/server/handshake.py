@@ -1,7 +1,7 @@
 """From CONNECT to CONNACK: protocol version, identity, session (section 3.1).
 
-The order matters. Nothing that belongs to a client id is touched before its owner is authenticated:
-not its connection, not its session, not its will.
+The order matters. Until a client is authenticated, nothing that belongs to its client id is touched: neither
+a connection, nor a session, nor a will.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _LOGINS = {  # by kind of proof
 
 
 def begin(conn: Connection, body: bytes) -> None:
-    """Handle a CONNECT. The answer comes once the client is known: a password is checked in a task."""
+    """Handle a CONNECT. The answer may come later, because passwords and plugins take time."""
     try:
         conn.level, conn.bridge, _ = protocol_of(body)
         connect = parse_connect(body)
@@ -91,7 +91,9 @@ def begin(conn: Connection, body: bytes) -> None:
             conn.refuse(NOT_AUTHORIZED, why)
         elif (user or found.user) != found.user:
             conn.refuse(NOT_AUTHORIZED, f"user name {user!r} is not its certificate's, {found.user!r}")
-        elif found.expires <= conn.broker.clock.wall() / 1000:  # a resumed session of TLS does not ask
+        elif (
+            found.expires <= conn.broker.clock.wall() / 1000
+        ):  # TLS does not check this when it resumes a session
             conn.refuse(NOT_AUTHORIZED, "its certificate, or one of its CAs, has expired")
         else:
             conn.expires = found.expires
@@ -115,7 +117,7 @@ async def _check_password(conn: Connection, connect: Connect, user: str) -> None
     conn.listen_for_end(True)
     denied = await access.verify(user, connect.password, conn.address)
     conn.listen_for_end(False)
-    conn.connections.logging_in.pop(conn, None)  # from here on it is not ended half way
+    conn.connections.logging_in.pop(conn, None)  # from here on, the login is not cancelled
     if denied is not None:
         _deny(conn, denied)
     else:
@@ -123,7 +125,7 @@ async def _check_password(conn: Connection, connect: Connect, user: str) -> None
 
 
 async def _ask_plugins(conn: Connection, connect: Connect) -> None:
-    """The users file does not know this client: plugins may."""
+    """Ask the plugins about a client that the users file does not know."""
     login = Login(
         client_id=connect.client_id, user=connect.username, password=connect.password, address=conn.address
     )
@@ -142,7 +144,7 @@ async def _ask_plugins(conn: Connection, connect: Connect) -> None:
         conn.expires = found.expires or 0.0
         proof = of_plugin(found.plugin, found.basis)
         if proof not in conn.broker.accesses.of_plugins:
-            conn.connections.ask_for_bases()  # a file has changed, and the service has not noticed yet
+            conn.connections.ask_for_bases()  # a file has changed, but the service has not noticed yet
         _authenticated(conn, connect, found.user, proof)
 
 
@@ -166,7 +168,7 @@ def _deny(conn: Connection, denied: Denied) -> None:
 
 
 def _authenticated(conn: Connection, connect: Connect, user: str | None, proof: bytes) -> None:
-    """The client has proved its identity (user None: anonymous): ask the broker for its session."""
+    """The client is authenticated (user None: anonymous): check what it asks for, then open its session."""
     listener = conn.endpoint.listener
     if connect.client_id and not listener.access.may_use_id(user, connect.client_id):
         why = f"client id {connect.client_id[:80]!r} is not one of user {user!r}"
@@ -190,7 +192,7 @@ def _authenticated(conn: Connection, connect: Connect, user: str | None, proof: 
 
 
 def _open(conn: Connection, connect: Connect, identity: Identity, proof: bytes) -> None:
-    """Everything that was asked for is allowed: ask the broker for the session."""
+    """The client may do what it asks for: ask the broker for its session."""
     broker, client_id, user = conn.broker, identity.client_id, identity.user
     limits = conn.endpoint.listener.limits
     seconds = min(connect.keep_alive, limits.max_keep_alive)
@@ -222,13 +224,13 @@ def _open(conn: Connection, connect: Connect, identity: Identity, proof: bytes) 
 
 
 def _unfit(connect: Connect) -> Refused | None:
-    """Why a CONNECT is refused from any client."""
+    """Return why a CONNECT is refused whoever sends it; None if it is not."""
     if p.AUTH_METHOD in connect.properties:
-        return Refused(BAD_AUTH_METHOD, "enhanced authentication is not offered")
+        return Refused(BAD_AUTH_METHOD, "enhanced authentication is not supported")
     if p.AUTH_DATA in connect.properties:
         return Refused(PROTOCOL_ERROR, "authentication data without a method (MQTT 5 section 3.1.2.11.10)")
     if not connect.client_id and connect.level == V31:
-        return Refused(BAD_CLIENT_ID, "no client id, which MQTT 3.1 asks for (3.1, section 3.1)")
+        return Refused(BAD_CLIENT_ID, "no client id, which MQTT 3.1 requires (3.1, section 3.1)")
     if not connect.client_id and not connect.clean and connect.level != V5:
         return Refused(BAD_CLIENT_ID, "a persistent session without client id (MQTT-3.1.3-8)")
     if len(connect.client_id) > MAX_CLIENT_ID:
@@ -237,7 +239,7 @@ def _unfit(connect: Connect) -> Refused | None:
 
 
 def _refused_will(conn: Connection, identity: Identity, topic: str) -> Refused | None:
-    """Why a client may not have a will on this topic: the rules of a PUBLISH hold for it too."""
+    """Return why a client may not have a will on this topic: the rules for a PUBLISH apply."""
     try:
         route = conn.broker.router.route(topic.encode())
     except ProtocolError as error:
@@ -249,7 +251,7 @@ def _refused_will(conn: Connection, identity: Identity, topic: str) -> Refused |
 
 
 def _connack(conn: Connection, connect: Connect, *, present: bool) -> bytes:
-    """CONNACK 0; for MQTT 5 with everything that is less than the protocol allows (section 3.2.2.3)."""
+    """Return CONNACK 0. For MQTT 5 it has each limit below the protocol's own (section 3.2.2.3)."""
     if connect.level != V5:
         return answers.connack(connect.level, SUCCESS, present=present)
     session, config = conn.session, conn.connections.config

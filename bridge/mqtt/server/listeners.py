@@ -1,8 +1,10 @@
-"""The listeners: opened together, changed together, each with its access.
+"""The listeners: opened together, reloaded together, each with its own access.
 
-What it promises of a reload: everything new is read, checked and bound first. A mistake changes nothing, and
-an address that stays is open all the time. The connections of a listener that is gone, or that admits clients
-by other means now, are ended after what they have sent is stored.
+What it promises about a reload:
+* Everything new is read, checked and bound first. A mistake changes nothing.
+* An address that stays is open all the time.
+* If a listener is removed, or authenticates clients in another way, its connections are closed after
+  everything that they sent is stored.
 
     config --_plan (may fail)--> users, rules, certificates, new sockets --_apply--> in force
 """
@@ -38,10 +40,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-GONE = "its listener was removed, or admits clients by other means now"
+GONE = "its listener was removed, or authenticates clients in another way now"
 _URL_SCHEMES = {"tcp": "mqtt", "tls": "mqtts", "ws": "ws", "wss": "wss"}
 
-# An address of a listener: the listener's name, the url, and which of several equal ones it is.
+# An address of a listener: the name of the listener, the URL, and a number that tells equal URLs apart.
 Key = tuple[str, str, int]
 
 
@@ -50,7 +52,7 @@ class Open(NamedTuple):
 
     endpoint: Endpoint
     listening: Listening
-    proxied: ProxyServer | None  # None: its connections are accepted by the event loop
+    proxied: ProxyServer | None  # None: the event loop accepts its connections
 
     def close(self) -> None:
         """Accept no more connections."""
@@ -58,7 +60,7 @@ class Open(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A configuration, read and checked: of each listener its settings, access and certificates."""
+    """A configuration that was read and checked: settings, access and certificates of each listener."""
 
     listeners: dict[str, tuple[ListenerSettings, Loaded, ssl.SSLContext | None, Crls]]
     addresses: dict[Key, ListenerSettings]
@@ -78,11 +80,11 @@ class Listeners:
     # -- life ------------------------------------------------------------
 
     def load(self) -> None:
-        """Put users, rules and certificates into force, before anything is open. Raises ConfigError."""
+        """Apply users, rules and certificates, before anything is open. Raises ConfigError."""
         self._set(_plan(self._config))
 
     async def open(self) -> list[str]:
-        """Open all addresses; returns the urls, port 0 resolved. Raises ConfigError."""
+        """Open all addresses. Returns the URLs with the actual ports. Raises ConfigError."""
         for key, settings in _addresses(self._config).items():
             address = parse_address(key[1])
             self._add(key, await listen(f"{settings.option}.listen", address.host, address.port))
@@ -95,7 +97,7 @@ class Listeners:
             one.close()
 
     def reload(self, config: MqttConfig) -> None:
-        """Apply another configuration, or raise ConfigError and leave everything as it was."""
+        """Apply a new configuration. Raises ConfigError, and then nothing has changed."""
         plan = _plan(config)
         fresh: dict[Key, Listening] = {}
         left = [key for key in self._open if key not in plan.addresses]
@@ -124,14 +126,14 @@ class Listeners:
 
     @property
     def crls_expire(self) -> datetime | None:
-        """When the first revocation list expires; None if there is none that does."""
+        """When the first revocation list expires; None if none expires."""
         ends = [one.crls.expires for one in self._listeners.values()]
         return min((end for end in ends if end is not None), default=None)
 
     # -- parts ------------------------------------------------------------
 
     def _bind(self, key: Key, settings: ListenerSettings, left: list[Key]) -> Listening:
-        """The sockets of a new address, which may be those of one that another listener has now."""
+        """Return the sockets of a new address. They may come from a listener that is closing."""
         url = key[1]
         address = parse_address(url)
         for other in left:
@@ -150,7 +152,7 @@ class Listeners:
             raise
 
     def _set(self, plan: Plan) -> None:
-        """Put users, rules, certificates and limits into force."""
+        """Apply users, rules, certificates and limits."""
         listeners: dict[str, Listener] = {}
         for name, (settings, loaded, context, crls) in plan.listeners.items():
             access = self._accesses.named.get(name) or Access(loaded, name, beside=self._first)
@@ -189,7 +191,7 @@ class Listeners:
             await one.listening.accept(lambda: make()[1])
 
     def _connection(self, endpoint: Endpoint) -> tuple[Connection, asyncio.Protocol]:
-        """A connection, and the layers between its socket and it."""
+        """Make a connection, and the protocol between it and its socket."""
         conn = Connection(self._connections, endpoint)
         protocol: asyncio.Protocol = WebSocket(conn) if endpoint.address.scheme in ("ws", "wss") else conn
         if endpoint.address.secure:
@@ -200,7 +202,7 @@ class Listeners:
 
 
 def _plan(config: MqttConfig) -> Plan:
-    """Read the files of all listeners; raises ConfigError."""
+    """Read the files of all listeners. Raises ConfigError."""
     plan = Plan({}, _addresses(config))
     for settings in config.listeners():
         tls = settings.tls

@@ -1,13 +1,13 @@
-"""Looking at the sockets again before the event loop sleeps, while one client waits for each answer.
+"""Checks the sockets again before the event loop sleeps, while one client waits for each answer.
 
-A local program that publishes one message after the other sends the next some ten microseconds after the
-acknowledgement of the last. A loop that has fallen asleep by then takes longer to wake than to handle the
-message. So if two turns in a row brought one read each, both from the same connection, and it is answered,
-the loop takes up to `TURNS` more turns without sleeping: some 100 microseconds. Turns are counted, not timed:
-on a slow machine both they and the program take longer.
+A local program that publishes one message after the other sends the next message about ten microseconds after
+it gets the acknowledgement of the last. If the event loop sleeps by then, it takes longer to wake than to
+handle the message. So if two turns in a row had one read each, both from the same connection, and it was
+answered, the loop takes up to `TURNS` more turns without sleeping. They take about 100 microseconds. Turns
+are counted, not timed, because on a slow machine both the turns and the program take longer.
 
-A device behind a network answers later than that. After an attempt that finds nothing, the next 1, then 3, 7
-and so on up to 63 are left out. So this costs a message at most a microsecond more on average.
+A device behind a network answers later. After an attempt without success, the next 1, 3, 7 and so on up to 63
+chances are skipped. So this costs at most one microsecond per message on average.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ MAX_FAILURES = 6
 
 
 class Polling:
-    """Whether the loop takes another turn before it sleeps."""
+    """Decides whether the loop takes another turn before it sleeps."""
 
     def __init__(self, soon: Callable[[Callable[[], None]], Timer]) -> None:
-        """`soon` is a `Runtime`'s. The loop does not sleep before it has called what it was given."""
+        """`soon` is that of a `Runtime`. The loop does not sleep before it has called what `soon` got."""
         self._soon = soon
         self._last = 0
-        self._left = 0  # turns that it still takes without sleeping
+        self._left = 0  # turns left without sleeping
         self._failures = self._skip = 0
 
     def answered(self, source: int) -> None:
-        """A turn has brought one read, from the connection with this `id`, and it is answered.
+        """A turn had one read, from the connection with this `id`, and it was answered.
 
-        0: a turn that was different.
+        0: the turn was different.
         """
         same, self._last = source == self._last, source
         if self._left:

@@ -1,8 +1,8 @@
 """Connections that begin with a PROXY header.
 
-Their sockets count from their accept on: `Connections` is asked for room, then the header is read
-(`net.proxyheader`), `Connections` is asked again, now for the client that it names, and only then TLS or MQTT
-begins. The header may take as long as a CONNECT.
+A socket counts as a connection of its proxy as soon as it is accepted. Once its header is read
+(`net.proxyheader`), it counts as a connection of the address in the header. If there is room both times, TLS
+or MQTT begins. The header may take as long as a CONNECT.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bridge.net.listening import Listening
 
 BURST = 100  # sockets accepted in one turn of the event loop
-RETRY_INTERVAL = 1.0  # seconds until the next accept when there are no descriptors or no memory
+RETRY_INTERVAL = 1.0  # seconds to the next accept after a lack of descriptors or memory
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class ProxyServer:
         factory: Callable[[], tuple[Connection, asyncio.Protocol]],
         listening: Listening,
     ) -> None:
-        """`factory` makes a connection, and the protocol of the socket behind the header."""
+        """`factory` makes a connection, and the protocol that reads its socket after the header."""
         self._connections, self._factory, self._listening = connections, factory, listening
         self._loop = asyncio.get_running_loop()
         for sock in listening.sockets:
@@ -59,7 +59,7 @@ class ProxyServer:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                # The socket stays readable: without a pause this would be tried without end.
+                # The socket stays readable, so without a pause this would repeat in a busy loop.
                 log.error(
                     "no client is accepted for %g s: %s; see LimitNOFILE and [mqtt.limits] connections",
                     RETRY_INTERVAL,
@@ -93,7 +93,7 @@ class ProxyServer:
             connections.given_up(conn)
 
     async def _named(self, sock: socket.socket, conn: Connection) -> bool:
-        """Learn whose connection it is; returns whether it may go on. Raises OSError if the proxy is gone."""
+        """Read the header. Returns whether the connection may go on. Raises OSError if the proxy is gone."""
         connections = self._connections
         try:
             async with asyncio.timeout(conn.endpoint.listener.limits.connect_timeout / 1000):
@@ -101,7 +101,7 @@ class ProxyServer:
             if connections.named(conn, address):
                 return True
         except TimeoutError:
-            connections.given_up(conn, "refused_timeout", "no whole PROXY header in time")
+            connections.given_up(conn, "refused_timeout", "no complete PROXY header in time")
         except proxyheader.BadHeader as error:
             connections.given_up(conn, "refused_proxy", str(error))
         except BaseException:

@@ -1,14 +1,14 @@
-"""What one turn of the event loop has read, handled together.
+"""Handles all reads of one turn of the event loop together.
 
-A thousand devices with one message in flight each send a thousand small reads in a turn. Nearly all are one
-PUBLISH at QoS 1 that takes one append. Those are handled here, in one loop; everything else goes to
-`Connection.read`. All that they have appended is committed at once behind the loop, and answered in another
-loop. So what has to be asked, counted and called once, is done once per turn and not per message.
+A thousand devices with one message in flight each cause a thousand small reads in a turn. Nearly all of them
+are one PUBLISH at QoS 1 that takes one append. One loop here handles those; `Connection.read` handles
+everything else. After the loop, all appends are committed together, and a second loop sends the answers. So
+checks and counters that one turn needs once are not repeated for each message.
 
 What it promises:
-* What a connection sends is handled in the order in which it was read, and before the connection is lost.
-* What waits here is small: a read of more than `SMALL` bytes is handled at once, behind those that wait.
-* A read that fails ends its connection, and no other.
+* The reads of a connection are handled in their order, and before the loss of the connection.
+* Little waits here: a read of more than `SMALL` bytes is handled at once, after those that wait.
+* A read that fails ends its own connection and no other.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from bridge.errors import StreamError
 from bridge.mqtt.broker.inbox import Batch, Lot
+from bridge.mqtt.server.metering import Payer
 from bridge.mqtt.server.polling import Polling
-from bridge.mqtt.server.states import OPEN, State
+from bridge.mqtt.server.states import OPEN
 from bridge.mqtt.wire.packets import PUBLISH, V5, Publish
 
 if TYPE_CHECKING:
@@ -28,47 +29,43 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.inbox import Inbox
     from bridge.mqtt.broker.router import Route
     from bridge.mqtt.broker.store import Committer
+    from bridge.mqtt.server.metering import Metering
     from bridge.mqtt.server.traffic import Traffic
     from bridge.runtime import Runtime
 
-SMALL = 2_048  # bytes; at most 1,000 reads come in a turn
+SMALL = 2_048  # bytes; a turn has at most 1,000 reads
 PLAIN = PUBLISH | 2  # the first byte of a PUBLISH at QoS 1, without DUP and RETAIN
 
 log = logging.getLogger(__name__)
 
 
-class Source(Protocol):
+class Source(Payer, Protocol):
     """A connection; `connection.Connection` is one."""
 
-    state: State
-    tail: bytes | bytearray  # read, not yet handled
+    tail: bytes | bytearray  # read but not yet handled
     holds: set[str]
-    heard: float  # when it was last read from
+    heard: float  # time of the last read
     limit: int  # bytes of a packet
     level: int
     routes: dict[bytes, Route]  # of the router's `epoch`
     epoch: int
     published: int
     inbox: Inbox
-
-    @property
-    def meters(self) -> tuple[object, ...]: ...
+    metering: Metering
 
     def read(self, data: bytes) -> None: ...
-
-    def pay(self, messages: int, size: int) -> None: ...
 
     def end(self, counter: str, why: str, *, abort: bool = False) -> None: ...
 
 
 class Pressure(Protocol):
-    """Whether so much waits for the disk that publishers must wait."""
+    """Tells whether publishers must wait, because too much data waits for the disk."""
 
     under_pressure: bool
 
 
 class Reads:
-    """The small reads of this turn that are not handled yet."""
+    """The small reads of this turn that wait."""
 
     def __init__(self, broker: Broker, runtime: Runtime, traffic: Traffic, pressure: Pressure) -> None:
         self._broker, self._router, self._traffic, self._pressure = broker, broker.router, traffic, pressure
@@ -77,7 +74,7 @@ class Reads:
         self._polling = Polling(runtime.soon)
 
     def add(self, conn: Source, data: bytes) -> None:
-        """A connection was read from."""
+        """Take what was read from a connection."""
         if len(data) > SMALL or conn.state is not OPEN:
             self.run()
             conn.heard = self._now()
@@ -88,7 +85,7 @@ class Reads:
         self._waiting.append((conn, data))
 
     def run(self) -> None:
-        """Handle what waits, and commit what that has appended."""
+        """Handle what waits, and commit its appends."""
         if self._waiting:
             reads, self._waiting = self._waiting, []
             lots: dict[Committer, Lot] = {}
@@ -105,7 +102,7 @@ class Reads:
                 if conn.tail or conn.holds or pressure.under_pressure or conn.state is not OPEN:
                     conn.read(data)
                     continue
-                # What it is, if it is one plain PUBLISH: anything odd about it is left to `read`.
+                # Parse it as one plain PUBLISH. If anything does not fit, `read` handles it.
                 at, length, version = 4, len(data) - 2, conn.level
                 if data[0] != PLAIN or length < 6:
                     conn.read(data)
@@ -147,8 +144,8 @@ class Reads:
                         lots[stream] = lot = Lot()
                         stream.after_commit(lot.committed)
                     lot.add(conn.inbox, b"\x40\x02" + packet_id)
-                if conn.meters:
-                    conn.pay(1, len(data))
+                if conn.metering.rates:
+                    conn.metering.pay(conn, 1, len(data))
             except Exception as error:
                 log.exception("internal error with what a client has sent")
                 conn.end("protocol_errors", f"internal error: {error!r}", abort=True)

@@ -5,10 +5,10 @@ A client publishes to `streambridge/<client id>/<operation>` and gets the reply 
 Data. The operations are those of `bridge.operations.catalog`, their encoding is that of
 `bridge.operations.codec`.
 
-On the embedded broker a client may use its own `<client id>` level only, and with access rules it needs
-`publish` on the request topic, beside the operation's right on the stream. The reply goes straight to the
-connection that asked, so that no other client can ask for it. What waits (a read, a fetch) ends with that
-connection; what changes a stream is carried out.
+On the embedded broker, a client may use only its own `<client id>` level. With access rules, it needs
+`publish` on the request topic and the operation's right on the stream. The reply goes directly to the
+connection that asked, so no other client can get it. Operations that wait (a read, a fetch) end with that
+connection; operations that change a stream are completed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.wire.packets import Publish
     from bridge.operations.catalog import Operations
 
-AT_A_TIME = 16  # requests of one client that are being answered; more wait in the socket
+AT_A_TIME = 16  # requests of one client in progress; more wait in the socket
 
 
 def take(

@@ -49,7 +49,7 @@ class Server:
         runtime: Runtime,
         auth: Auth | None = None,
     ) -> None:
-        """`auth` asks the plugins that decide logins and rights; None: there are none."""
+        """`auth` asks the plugins for authentication and authorization; None: there are none."""
         self._auth = auth or Auth()
         self.config = config
         self._manager = manager = operations.manager
@@ -75,7 +75,7 @@ class Server:
     # -- life ------------------------------------------------------------
 
     async def start(self) -> list[str]:
-        """Restore sessions and listen; returns the urls, with the ports really taken."""
+        """Restore sessions and listen. Returns the URLs with the actual ports."""
         self.listeners.load()
         self.connections.ask_for_bases()
         await self.broker.start()
@@ -88,7 +88,7 @@ class Server:
             raise
 
     async def stop(self) -> None:
-        """Stop accepting and reading, store and acknowledge what was read, close."""
+        """Stop accepting and reading, store and acknowledge what was read, then close."""
         self.connections.stopping = self.broker.stopping = True
         self._systopics.stop()
         self.listeners.close()
@@ -109,10 +109,10 @@ class Server:
         self.connections.handshakes.close()
 
     def reload(self, config: MqttConfig) -> None:
-        """Apply listeners, users, rules and certificates, or raise a ConfigError and leave all as it was.
+        """Apply listeners, users, rules and certificates. Raises ConfigError, and then nothing has changed.
 
-        New certificates come with new keys for session tickets: no client resumes what an earlier client CA
-        has allowed.
+        New certificates have new keys for session tickets, so no client can resume a session that an earlier
+        client CA allowed.
         """
         self.listeners.reload(msgspec.structs.replace(config, limits=self.config.limits))
         self.broker.publisher.refused_stream = config.refused_stream
@@ -129,7 +129,7 @@ class Server:
         self.broker.revoke()
 
     def _check(self, conn: Member) -> None:
-        """Take its proof from a client that its listener would not admit again as the same user."""
+        """Remove the proof of a client whose listener would not admit it again as the same user."""
         session, endpoint = conn.session, conn.endpoint
         if session is None or conn.gone:
             return
@@ -148,11 +148,11 @@ class Server:
 
     @property
     def crls_expire(self) -> datetime | None:
-        """When the first revocation list expires; None if there is none that does."""
+        """When the first revocation list expires; None if none expires."""
         return self.listeners.crls_expire
 
     async def journaled(self) -> None:
-        """Wait until the journal holds what was given to it."""
+        """Wait until the journal has stored all its records."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.broker.journal.after_commit(lambda _error: _resolve(future))
         await future
@@ -165,7 +165,7 @@ def _settled(inbox: Inbox) -> asyncio.Future[None]:
 
 
 def certificate_of(conn: Member) -> bytes:
-    """The certificate of a client in DER, which TLS has verified; empty if it has none."""
+    """Return the verified certificate of a client in DER; empty if it has none."""
     tls = conn.transport.get_extra_info("ssl_object")
     return b"" if tls is None else tls.getpeercert(binary_form=True) or b""
 

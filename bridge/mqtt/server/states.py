@@ -1,13 +1,12 @@
-"""The states of a connection, and what changes them: the table that `Connection` runs by.
+"""The states of a connection, and what changes them.
 
-NEW         nothing has come yet. A TLS handshake is over before this state
-CONNECTING  CONNECT has come and the client logs in. What it sends behind its CONNECT waits
-OPEN        CONNACK 0 has been sent
-CLOSED      nothing is read any more; what was written still goes out
+NEW         nothing has arrived; a TLS handshake is complete before this state
+CONNECTING  CONNECT has arrived and the client logs in; what it sends after its CONNECT waits
+OPEN        CONNACK 0 was sent
+CLOSED      nothing more is read; what was written is still sent
 
-`TRANSITIONS` has a row for each packet that is handled and for each event. A packet without a row is an
-error, and so is one whose handler raises ProtocolError: the connection has FAILED then. The figure in the
-documentation is made from these rows.
+`TRANSITIONS` has a row for each packet and each event. A packet without a row is an error (`FAILED`), and so
+is a packet whose handler raises ProtocolError. The figure in the documentation is generated from these rows.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from bridge.mqtt.wire.packets import CONNECT, DISCONNECT
 
 
 class State(enum.Enum):
-    """Where a connection is in its life."""
+    """The state of a connection."""
 
     NEW = enum.auto()
     CONNECTING = enum.auto()
@@ -29,7 +28,7 @@ class State(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What changes a connection's state without a packet."""
+    """A change of state without a packet."""
 
     ACCEPTED = "the client has its session"
     REFUSED = "wrong credentials, a rule, or a limit"
@@ -38,34 +37,34 @@ class Event(enum.Enum):
 
 
 class Transition(NamedTuple):
-    """One row: what happens in a state, what is done then, and the state after it."""
+    """One row: a state, a packet or event, what is done, and the next state."""
 
     state: State
     on: int | Event  # the first byte of a packet (of a PUBLISH the flags vary), or an event
     does: str
     to: State
-    handler: str = ""  # the method of `Connection` that handles the packet
+    handler: str = ""  # the function of `control` that handles the packet
 
 
 # The hot path compares with these: until Python 3.12, `State.OPEN` costs 50 ns each time.
 NEW, OPEN, CLOSED = State.NEW, State.OPEN, State.CLOSED
 TRANSITIONS: Final = (
-    Transition(State.NEW, CONNECT, "log in", State.CONNECTING, "_connect"),
+    Transition(State.NEW, CONNECT, "log in", State.CONNECTING),
     Transition(State.NEW, Event.FAILED, "close", State.CLOSED),
     Transition(State.NEW, Event.LOST, "forget it", State.CLOSED),
     Transition(State.CONNECTING, Event.ACCEPTED, "CONNACK 0, then what is queued", State.OPEN),
     Transition(State.CONNECTING, Event.REFUSED, "CONNACK with the reason", State.CLOSED),
     Transition(State.CONNECTING, Event.FAILED, "close", State.CLOSED),
     Transition(State.CONNECTING, Event.LOST, "end the login", State.CLOSED),
-    Transition(OPEN, packets.PUBLISH, "store, deliver; answer after the commit", OPEN, "_packets"),
-    Transition(OPEN, packets.PUBACK, "forget the message, send the next", OPEN, "_puback"),
-    Transition(OPEN, packets.PUBREC, "PUBREL", OPEN, "_pubrec"),
-    Transition(OPEN, packets.PUBREL, "free the packet id; PUBCOMP", OPEN, "_pubrel"),
-    Transition(OPEN, packets.PUBCOMP, "forget the message, send the next", OPEN, "_pubcomp"),
-    Transition(OPEN, packets.SUBSCRIBE, "SUBACK, then what is retained", OPEN, "_subscribe"),
-    Transition(OPEN, packets.UNSUBSCRIBE, "UNSUBACK", OPEN, "_unsubscribe"),
-    Transition(OPEN, packets.PINGREQ, "PINGRESP", OPEN, "_pingreq"),
-    Transition(OPEN, DISCONNECT, "close, without the will", State.CLOSED, "_disconnect"),
+    Transition(OPEN, packets.PUBLISH, "store, deliver; answer after the commit", OPEN),
+    Transition(OPEN, packets.PUBACK, "forget the message, send the next", OPEN, "puback"),
+    Transition(OPEN, packets.PUBREC, "PUBREL", OPEN, "pubrec"),
+    Transition(OPEN, packets.PUBREL, "free the packet id; PUBCOMP", OPEN, "pubrel"),
+    Transition(OPEN, packets.PUBCOMP, "forget the message, send the next", OPEN, "pubcomp"),
+    Transition(OPEN, packets.SUBSCRIBE, "SUBACK, then what is retained", OPEN, "subscribe"),
+    Transition(OPEN, packets.UNSUBSCRIBE, "UNSUBACK", OPEN, "unsubscribe"),
+    Transition(OPEN, packets.PINGREQ, "PINGRESP", OPEN, "pingreq"),
+    Transition(OPEN, DISCONNECT, "close, without the will", State.CLOSED, "disconnect"),
     Transition(OPEN, Event.FAILED, "DISCONNECT with the reason, the will", State.CLOSED),
     Transition(OPEN, Event.LOST, "the will", State.CLOSED),
 )

@@ -1,18 +1,18 @@
 """The topics below `$SYS/broker/`: the state of the broker, with the names and units of Mosquitto.
 
-Every `sys_interval` the averages are computed, and topics whose value has changed are published to those who
-subscribe to them. Without subscribers nothing is made but the averages. A new subscription gets the current
-values as retained messages; they are not stored.
+Every `sys_interval` the averages are computed, and each topic whose value has changed is published to its
+subscribers. Without subscribers only the averages are computed. A new subscription gets the current values as
+retained messages, which are not stored.
 
     load/.../1min, 5min, 15min      exponential averages per minute, with two decimals
     clients/...                     connected and disconnected sessions
-    store/messages/...              messages that are retained, or queued for sessions. Bytes include topics
+    store/messages/...              messages that are retained or queued for sessions; bytes include topics
     heap/...                        resident memory of the process, in bytes
     messages/..., bytes/...         MQTT packets of all types, after TLS and WebSocket
     publish/bytes/...               PUBLISH packets, with their topics
 
-It differs from Mosquitto in three ways: the messages have QoS 0, since only the newest value counts,
-`$SYS/broker/version` names this broker, and publish/bytes/... are not of the payloads alone.
+It differs from Mosquitto in three ways: the messages have QoS 0, because only the newest value matters;
+`$SYS/broker/version` names this broker; publish/bytes/... count whole packets, not only payloads.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 ROOT = "$SYS/broker/"
 MINUTES = (1, 5, 15)
-FRESH = 1.0  # seconds for which values are given to further subscriptions
+FRESH = 1.0  # seconds for which new subscriptions share the same values
 
 
 class SysTopics:
-    """Makes the messages; the router asks it for those that stand for retained ones."""
+    """Makes the messages. For a new subscription, the router asks it for the current values."""
 
     def __init__(self, connections: Connections, runtime: Runtime, interval: float) -> None:
-        """`interval` is in seconds; 0: there are none."""
+        """`interval` in seconds; 0: there are no such topics."""
         self._connections, self._broker = connections, connections.broker
         self._runtime, self._interval = runtime, interval
         self._began = self._made = runtime.now()
@@ -55,14 +55,14 @@ class SysTopics:
             self._version = "streambridge"
 
     def start(self) -> None:
-        """Begin to publish."""
+        """Start publishing."""
         if self._interval:
             self._last = self._counted()
             self._broker.router.live = self
             self._timer = self._runtime.later(self._interval, self._tick)
 
     def stop(self) -> None:
-        """Publish nothing more."""
+        """Stop publishing."""
         self._broker.router.live = None
         if self._timer is not None:
             self._timer.cancel()
@@ -70,7 +70,7 @@ class SysTopics:
     # -- for the router ----------------------------------------------------------------------------------
 
     def names(self, topic_filter: str) -> list[str]:
-        """The topics that a filter may match; none unless it begins with `$SYS`."""
+        """Return the topics that a filter may match; none unless it begins with `$SYS/`."""
         if not topic_filter.startswith("$SYS/"):
             return []
         if not self._messages or self._runtime.now() - self._made >= FRESH:
@@ -78,7 +78,7 @@ class SysTopics:
         return list(self._messages)
 
     def get(self, name: str) -> Message | None:
-        """The message of a topic."""
+        """Return the message of a topic."""
         return self._messages.get(name)
 
     # -- every interval ----------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class SysTopics:
                 router.publish(router.route(message.topic), message)
 
     def _average(self) -> None:
-        """Follow the counters, as Mosquitto does in `sys_tree.c`."""
+        """Update the averages as Mosquitto does in `sys_tree.c`."""
         counted, minutes = self._counted(), self._interval / 60
         for name, number in counted.items():
             per_minute = (number - self._last[name]) / minutes
@@ -108,7 +108,7 @@ class SysTopics:
         self._last = counted
 
     def _counted(self) -> dict[str, int]:
-        """What has averages."""
+        """Return the counters that have averages."""
         traffic, counts = self._connections.traffic, self._broker.counts
         dropped = sum(number for what, number in counts.items() if what.startswith("dropped_"))
         self._most_clients = max(self._most_clients, len(self._broker.sessions))
@@ -131,7 +131,7 @@ class SysTopics:
         }
 
     def _values(self) -> Iterator[tuple[str, str]]:
-        """All topics below `$SYS/broker/`, and their payloads."""
+        """Yield all topics below `$SYS/broker/` with their payloads."""
         broker, traffic, counted = self._broker, self._connections.traffic, self._counted()
         sessions = broker.sessions.all()
         connected = sum(session.line is not None for session in sessions)
@@ -162,7 +162,7 @@ class SysTopics:
             "publish/bytes/received": traffic.published_bytes,
             "publish/bytes/sent": broker.counts["delivered_bytes"],
             "heap/current": (heap := _resident()),
-            # The kernel counts what is resident now precisely, and brings the maximum up to date rarely.
+            # The kernel knows the present size exactly, but updates the maximum rarely.
             "heap/maximum": max(heap, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
         }
         yield "version", self._version
@@ -176,5 +176,5 @@ class SysTopics:
 
 
 def _resident() -> int:
-    """The resident memory of this process in bytes."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""The TLS handshakes of the MQTT listeners: their turns, what they count as, and why one has failed."""
+"""The TLS handshakes of the MQTT listeners: their order, their memory, and the reasons for failures."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from bridge.mqtt.server.connection import Connection
     from bridge.mqtt.settings import TlsSettings
 
-HANDSHAKE_BYTES = 28 * 1024  # that TLS needs during a handshake, counted against `guest_bytes`
+HANDSHAKE_BYTES = 28 * 1024  # memory of one TLS handshake, counted in `guest_bytes`
 
 
 class Handshake:
-    """The handshake of a connection; see `bridge.net.tlslayer.Handshaking`."""
+    """The handshake of one connection; implements `bridge.net.tlslayer.Handshaking`."""
 
     def __init__(self, conn: Connection) -> None:
         self._conn = conn
@@ -43,13 +43,13 @@ class Handshake:
             record("login", "refused", origin=Origin("mqtt", conn.address), proven=False, why=why)
             conn.end("refused_tls", why)
         else:
-            # As port scanners do, and some clients that do not trust us.
+            # Port scanners do this, and some clients that do not trust our certificate.
             what = "%s hung up in its TLS handshake; does it trust our certificate?"
             conn.broker.reports.log("tls_hung_up", logging.INFO, what, conn.name)
 
 
 def _reason(error: ssl.SSLError) -> str:
-    """Why a handshake failed, and what to look at."""
+    """Return why a handshake failed, and what to check."""
     reason = (error.reason or str(error)).lower().replace("_", " ")
     match error.reason or "":
         case "PEER_DID_NOT_RETURN_A_CERTIFICATE":
@@ -66,5 +66,5 @@ def _reason(error: ssl.SSLError) -> str:
 
 
 def tls_context(option: str, tls: TlsSettings) -> ssl.SSLContext:
-    """A server context from certificate files, or a ConfigError, which names the option."""
+    """Return a server context from certificate files. Raises ConfigError, which names the option."""
     return server_context(option, tls.cert, tls.key, tls.client_ca, tls.crl_file)

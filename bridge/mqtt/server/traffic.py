@@ -1,4 +1,4 @@
-"""What all clients have sent and were sent."""
+"""Counters of the packets and bytes of all clients."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from bridge.mqtt.broker.message import LARGE
 
 
 class Traffic:
-    """The packets of all clients, and their bytes. What a plain PUBLISH costs here is two additions.
+    """The counters. A plain PUBLISH costs two additions.
 
-    `published` are received PUBLISH packets, `others` the rest, `connects` those of them that are CONNECT;
-    `sent_bytes` are all that is sent but acknowledgements.
+    `published` counts the received PUBLISH packets, `others` all other received packets, `connects` the
+    CONNECT packets among those. `sent_bytes` does not include acknowledgements.
     """
 
     __slots__ = (
@@ -22,18 +22,18 @@ class Traffic:
         self.sent_bytes = self.acknowledged_bytes = self._sent = 0
 
     def count_sent(self, size: int) -> None:
-        """Count a packet, or the payload of one whose head was sent before it."""
+        """Count a packet, or the payload of a packet whose header was counted before."""
         self.sent_bytes += size
         self._sent += size <= LARGE
 
     @property
     def sent_packets(self) -> int:
-        """How many were sent; an acknowledgement with a reason counts by its length, as more than one."""
+        """The number of packets sent. An acknowledgement with a reason counts as more than one."""
         return self._sent + (self.acknowledged_bytes >> 2)
 
     @property
     def all_sent_bytes(self) -> int:
-        """The bytes of everything that was sent."""
+        """The bytes of all packets sent."""
         return self.sent_bytes + self.acknowledged_bytes
 
     @property

@@ -1,12 +1,12 @@
 """MQTT over WebSocket (MQTT section 6, RFC 6455): a transport between a socket and a `Connection`.
 
-States: HTTP request --101--> frames --close frame or error--> closed. MQTT is one stream of bytes here:
-the frames' borders mean nothing, and the payload that one read brings is passed on at once, so that nothing
-is kept for a length that a client merely announces, and tiny frames cost little. Of a read with more than
-`MANY` frames, the rest is handled in later turns.
+States: HTTP request --101--> frames --close frame or error--> closed. The MQTT packets are one stream of
+bytes, and the borders of frames mean nothing. The payload in each read is passed on at once. So a client
+cannot make us reserve memory by announcing a length, and tiny frames cost little. If a read has more than
+`MANY` frames, later turns handle the rest.
 
-It is written by hand because a frame and its answer cost 2 us here, 5 us with the sans-I/O core of websockets
-and 14.5 us with wsproto. A library would lose in the benchmarks.
+No library, because a frame and its answer cost 2 us here, 5 us with the sans-I/O core of websockets and 14.5
+us with wsproto.
 
 Layout of a frame from a client (always masked, RFC 6455 section 5.2):
 
@@ -32,7 +32,7 @@ MAX_REQUEST = 8 * 1024
 MANY = 1_000  # frames
 CONTINUATION, BINARY, CLOSE, PING, PONG = 0, 2, 8, 9, 10
 NORMAL, WRONG, UNACCEPTABLE, TOO_BIG = 1000, 1002, 1003, 1009  # close codes (section 7.4.1)
-MAX_FRAME = 0xFFF_FFFF + 5  # bytes: the largest MQTT packet, whatever `max_packet` is
+MAX_FRAME = 0xFFF_FFFF + 5  # bytes; the largest MQTT packet, whatever `max_packet` is
 
 
 class WebSocket(asyncio.Protocol):
@@ -43,16 +43,18 @@ class WebSocket(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._unread = b""
         self._open = self._closing = False
-        self._left = self._done = 0  # of the present data frame: payload bytes to come, and passed on
+        self._left = self._done = 0  # payload bytes of the current data frame: to come, and passed on
         self._mask = b"\0\0\0\0"
-        self._begun = False  # a message whose last frame has not come
-        self._held = self._later = False  # by the connection; since the rest of a read waits for a turn
+        self._begun = False  # whether the last frame of a message is still to come
+        self._held = self._later = (
+            False  # reading is paused: by the connection; because the rest of a read waits
+        )
 
     # -- the protocol of the socket ------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        # At once, so that the limits and the time-out hold for the HTTP request too.
+        # At once, so that limits and the time-out apply to the HTTP request too.
         self._inner.connection_made(cast("asyncio.Transport", self))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -88,7 +90,7 @@ class WebSocket(asyncio.Protocol):
             self._go_on()
 
     def _go_on(self) -> None:
-        """Handle frames that were read."""
+        """Handle the frames that were read."""
         was_later, self._later = self._later, False
         if self._closing:
             return
@@ -104,7 +106,7 @@ class WebSocket(asyncio.Protocol):
         self._transport.writelines((_frame_header(BINARY, len(data)), data))
 
     def close(self) -> None:
-        """Say goodbye, and close."""
+        """Send a close frame and close."""
         self._end(TOO_BIG if self._inner.reason == PACKET_TOO_LARGE else NORMAL)
 
     def abort(self) -> None:
@@ -135,7 +137,7 @@ class WebSocket(asyncio.Protocol):
     # -- the rules ------------------------------------------------------------
 
     def _upgrade(self, request: bytes) -> bool:
-        """Answer the HTTP request (RFC 6455 section 4.2); whether it is a WebSocket for MQTT now."""
+        """Answer the HTTP request (RFC 6455 section 4.2). Returns whether the WebSocket is open."""
         first, *lines = request.decode("latin-1").split("\r\n")
         fields = {
             name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
@@ -155,7 +157,7 @@ class WebSocket(asyncio.Protocol):
             return self._refuse("400 Bad Request")  # MQTT-6.0.0-3
         origin = fields.get("origin")
         if origin is not None and self._inner.endpoint.address.loopback and not _is_ours(origin):
-            # A page of a stranger, in a browser on this machine, is not a client of this machine.
+            # A foreign web page in a browser on this machine is not a local client.
             return self._refuse("403 Forbidden")
         accept = base64.b64encode(hashlib.sha1(key.encode() + _GUID, usedforsecurity=False).digest()).decode()
         self._transport.write(
@@ -174,7 +176,7 @@ class WebSocket(asyncio.Protocol):
         return False
 
     def _frames(self, data: bytes) -> int:
-        """Pass on the payload of data frames, answer control frames; return how many bytes were used."""
+        """Pass on the payload of data frames and answer control frames. Returns the bytes that were used."""
         payload = bytearray()
         used, end = self._unframed(data, payload)
         if payload:
@@ -186,7 +188,7 @@ class WebSocket(asyncio.Protocol):
     def _unframed(self, data: bytes, payload: bytearray) -> tuple[int, int]:
         """Put the payload of data frames into `payload`.
 
-        Returns how many bytes were used, and the code to close with; 0: go on.
+        Returns the number of bytes used, and the code to close with; 0: stay open.
         """
         pos, size, count = 0, len(data), 0
         while True:
@@ -253,14 +255,14 @@ def _frame_header(opcode: int, length: int) -> bytes:
 
 
 def _unmask(data: bytes, mask: bytes) -> bytes:
-    """XOR with the repeated mask (section 5.3), as one long integer: no loop in Python."""
+    """XOR with the repeated mask (section 5.3). One long integer is faster than a loop in Python."""
     size = len(data)
     key = int.from_bytes((mask * (size // 4 + 1))[:size], "big")
     return (int.from_bytes(data, "big") ^ key).to_bytes(size, "big")
 
 
 def _is_ours(origin: str) -> bool:
-    """Whether a page comes from this machine; one that hides where it comes from (`null`) does not."""
+    """Return whether a web page is from this machine. A page that hides its origin (`null`) is not."""
     try:
         return is_loopback(urlsplit(origin).hostname or "")
     except ValueError:
