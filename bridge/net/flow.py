@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from bridge.runtime import Timer
 
+NONE: frozenset[str] = frozenset()
 QUIET = 1.0  # seconds of silence after our FIN until the connection is closed
 
 
@@ -32,7 +33,7 @@ class Flow(asyncio.Protocol):
     _timer: Timer
 
     def __init__(self) -> None:
-        self.holds: set[str] = set()
+        self.holds = NONE  # shared by all connections that are read, so that it stays in the cache
         self._over = 0.0  # after our FIN: the latest time (of the loop) to close the connection
 
     # -- reading ------------------------------------------------------------
@@ -43,13 +44,13 @@ class Flow(asyncio.Protocol):
             return
         if not self.holds and not self.transport.is_closing():
             self.transport.pause_reading()
-        self.holds.add(why)
+        self.holds |= {why}
 
     def release(self, why: str) -> None:
         """Resume reading if this was the last hold."""
         if why not in self.holds:
             return
-        self.holds.discard(why)
+        self.holds = self.holds - {why} or NONE
         if self.holds or self._over:
             return
         self.proceed()

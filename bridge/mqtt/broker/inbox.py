@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.sessions import Session
     from bridge.mqtt.broker.store import Committer, Stream
 
+_NOTHING: deque[Batch | Single] = deque()  # shared, and never added to
 UNSENT_BATCHES = 1_000  # reads that may wait for their commit before reading is paused
 
 # Error, suffix of the counter, and an MQTT 5 reason code that PUBACK, PUBREC and DISCONNECT may have.
@@ -99,27 +100,28 @@ class Batch:
 
 
 class Lot:
-    """The messages of many connections for one stream that were read in one turn: one `Single` of each."""
+    """The messages of many connections for one stream that were read in one turn, one message of each."""
 
-    __slots__ = ("_inboxes", "error", "waiting")
+    __slots__ = ("error", "inboxes", "waiting")
 
     def __init__(self) -> None:
-        self._inboxes: list[Inbox] = []
+        self.inboxes: list[Inbox] = []
         self.waiting = 1
         self.error: StreamError | None = None
-
-    def add(self, inbox: Inbox, ack: bytes) -> None:
-        """Add a read that was a single message for the stream, with its answer."""
-        inbox.add(Single(self, ack))
-        self._inboxes.append(inbox)
 
     def committed(self, error: StreamError | None) -> None:
         """Record that they are committed or have failed."""
         self.waiting, self.error = 0, error
-        for inbox in self._inboxes:
-            if error is not None:
-                inbox.line.hold("failed")
-            inbox.settle()
+        for inbox in self.inboxes:
+            if error is None and inbox.lot is self:
+                inbox.lot = None
+                inbox.line.acknowledge(inbox.ack)
+                if inbox.at_rest:
+                    inbox.rest()
+            else:
+                if error is not None:
+                    inbox.line.hold("failed")
+                inbox.settle()
 
 
 class Single(msgspec.Struct, gc=False):
@@ -141,23 +143,29 @@ class Single(msgspec.Struct, gc=False):
 
 
 class Inbox:
-    """One connection's batches, and the session that its packets belong to once it has logged in."""
+    """One connection's batches, and the session that its packets belong to once it has logged in.
 
-    __slots__ = ("_at_rest", "_batches", "_held", "_journal", "line", "newest", "session")
+    If the only read that waits belongs to a lot, `lot` and `ack` have it instead of `_batches`. That is the
+    usual case with many devices, and it touches less memory (see `server.reads`).
+    """
+
+    __slots__ = ("_batches", "_held", "_journal", "ack", "at_rest", "line", "lot", "newest", "session")
 
     def __init__(self, line: Line, journal: Journal) -> None:
         self.line: Line = line
         self._journal = journal
         self.session: Session | None = None
         self.newest: Batch | None = None  # of the last read, which may still be being processed
-        self._batches: deque[Batch | Single] = deque()
+        self.lot: Lot | None = None
+        self.ack = b""
+        self._batches = _NOTHING
         self._held = False
-        self._at_rest: list[Callable[[], object]] = []
+        self.at_rest: tuple[Callable[[], object], ...] = ()
 
     @property
     def unsettled(self) -> bool:
         """Return whether it still waits for the commit of a message that it published."""
-        return bool(self._batches)
+        return self.lot is not None or bool(self._batches)
 
     @property
     def unstored_ids(self) -> set[int]:
@@ -175,13 +183,14 @@ class Inbox:
 
     def when_settled(self, do: Callable[[], object]) -> None:
         """Call `do` once everything that it published is committed or has failed."""
-        if self._batches:
-            self._at_rest.append(do)
+        if self.unsettled:
+            self.at_rest += (do,)
         else:
             do()
 
     def put(self, batch: Batch) -> None:
         """Answer a read as soon as possible."""
+        self._queue_single()
         touched = batch.touched
         if not touched and not self._batches and batch.close is None:
             if batch.acks:
@@ -189,7 +198,7 @@ class Inbox:
             return
         if not batch.acks and batch.close is None:
             return  # only QoS 0, so no client waits for it
-        self._batches.append(batch)
+        self._queue(batch)
         batch.waiting = len(touched)
         if batch.waiting == 1:
             for committer in touched:
@@ -204,11 +213,27 @@ class Inbox:
         if len(self._batches) > UNSENT_BATCHES:
             self._hold()
 
-    def add(self, single: Single) -> None:
-        """Answer a read once its lot is committed."""
-        self._batches.append(single)
+    def add(self, lot: Lot, ack: bytes) -> None:
+        """Add a read that was a single message of a lot, with the answer to send after the commit."""
+        lot.inboxes.append(self)
+        if self.lot is None and not self._batches:
+            self.lot, self.ack = lot, ack
+            return
+        self._queue_single()
+        self._queue(Single(lot, ack))
         if len(self._batches) > UNSENT_BATCHES:
             self._hold()
+
+    def _queue_single(self) -> None:
+        """Make room for a second read that waits."""
+        if self.lot is not None:
+            self._queue(Single(self.lot, self.ack))
+            self.lot = None
+
+    def _queue(self, batch: Batch | Single) -> None:
+        if self._batches is _NOTHING:
+            self._batches = deque()
+        self._batches.append(batch)
 
     def _hold(self) -> None:
         self._held = True
@@ -216,14 +241,8 @@ class Inbox:
 
     def settle(self) -> None:
         """Send the acknowledgements of all leading batches that are committed, in one write."""
+        self._queue_single()
         batches = self._batches
-        if len(batches) == 1 and type(single := batches[0]) is Single and single.lot.error is None:
-            if not single.lot.waiting:
-                batches.popleft()
-                self.line.acknowledge(single.acks)
-                if self._at_rest:
-                    self._rest()
-            return
         last: Batch | Single | None = None
         acks: list[bytes | bytearray] = []
         while batches and not batches[0].waiting:
@@ -244,14 +263,15 @@ class Inbox:
                 self.line.fail("rejected_storage", why, reason_of(last.error)[1], told)
             elif last.close is not None:
                 self.line.fail(*last.close)
-        if not batches and self._at_rest:
-            self._rest()
+        if not batches and self.at_rest:
+            self.rest()
         if self._held and len(batches) <= UNSENT_BATCHES // 2:
             self._held = False
             self.line.release("commits")
 
-    def _rest(self) -> None:
-        waiting, self._at_rest = self._at_rest, []
+    def rest(self) -> None:
+        """Nothing waits any more: make the calls of `when_settled`."""
+        waiting, self.at_rest = self.at_rest, ()
         for do in waiting:
             do()
 

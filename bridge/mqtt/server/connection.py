@@ -26,6 +26,7 @@ from bridge.mqtt.broker.turns import MANY
 from bridge.mqtt.server import control, handshake
 from bridge.mqtt.server.asking import Asking
 from bridge.mqtt.server.metering import Metering
+from bridge.mqtt.server.reads import Source
 from bridge.mqtt.server.states import CLOSED, NEW, NEXT, OPEN, Event, State
 from bridge.mqtt.wire import answers
 from bridge.mqtt.wire import properties as p
@@ -52,7 +53,6 @@ from bridge.mqtt.wire.packets import (
 )
 from bridge.net.addresses import is_loopback
 from bridge.net.budgets import Refusal
-from bridge.net.flow import Flow
 from bridge.topics import is_topic_name
 
 if TYPE_CHECKING:
@@ -72,15 +72,14 @@ REFUSED = 5  # a PUBLISH that is refused, or that takes more than one append, co
 EXPENSIVE = 0x80  # SUBSCRIBE and UNSUBSCRIBE, with the bits in which they differ masked by 0xD0
 
 
-class Connection(Flow):
+class Connection(Source):
     """The server's side of one MQTT connection; the broker sees it as a `Line`."""
 
     __slots__ = (
-        "_connect_size", "_expiry", "_need", "address",
-        "aliases", "asking", "awaited", "bridge", "broker", "claimed", "connections", "endpoint", "epoch",
-        "expires", "explains", "heard", "inbox", "keep_alive", "level", "limit", "max_packet_out",
-        "metering", "proxied", "published", "reads", "reason", "receipts", "receive_maximum", "requests",
-        "routes", "since", "state", "tail", "traffic", "who", "writable",
+        "_connect_size", "_expiry", "_need", "address", "aliases", "asking", "awaited", "bridge",
+        "broker", "claimed", "connections", "endpoint", "expires", "explains", "keep_alive",
+        "max_packet_out", "proxied", "reason", "receipts", "receive_maximum", "requests",
+        "since", "who", "writable",
     )  # fmt: skip
 
     def __init__(self, connections: Connections, endpoint: Endpoint) -> None:
@@ -114,7 +113,9 @@ class Connection(Flow):
         self._need = 2  # size of the next packet, as far as it is known
         self._connect_size = 0  # bytes of its CONNECT during the login
         self.routes: dict[bytes, Route] = {}
+        self.topic, self.stream = b"", None
         self.epoch = -1
+        self.pays = False
         self.metering = Metering(connections.budgets, connections.runtime, self.broker.counts)
 
     @property
@@ -150,9 +151,6 @@ class Connection(Flow):
         self._timer = self._in_time()
         self.connections.accept(self)
 
-    def data_received(self, data: bytes) -> None:
-        self.reads.add(self, data)
-
     def read(self, data: bytes) -> None:
         """Handle bytes from the socket, after those that wait."""
         if self.state is CLOSED:
@@ -162,7 +160,7 @@ class Connection(Flow):
                 self.tail = bytearray(self.tail)
             self.tail += data  # linear time, however many pieces a large packet arrives in
             if len(self.tail) < self._need or self.holds:
-                if self.metering.rates:
+                if self.pays:
                     self.metering.prepay(self, len(self.tail))
                 if self.state is not OPEN:
                     self._wait()
@@ -232,6 +230,7 @@ class Connection(Flow):
         """Start its rates, after the login or after a reload that has made new meters."""
         filters = 0 if self.session is None else len(self.session.subscriptions)
         self.metering.logged_in(self.endpoint.listener.limits.messages_per_second, filters)
+        self.pays = bool(self.metering.rates)
 
     def count_filters(self) -> None:
         """Count the topic filters of its session again."""
@@ -369,7 +368,7 @@ class Connection(Flow):
         else:
             if used < len(data) and self.state is not CLOSED:
                 self.tail = data[used:] if used else data
-                if self.metering.rates:
+                if self.pays:
                     self.metering.prepay(self, len(self.tail))
                 if self.state is not OPEN:
                     self._wait()
@@ -378,10 +377,11 @@ class Connection(Flow):
         """Handle the complete packets in `d`. Returns their size in bytes."""
         shared, broker, state = self.connections, self.broker, self.state
         size, pos, published, small = len(d), 0, 0, 0
-        most = self.metering.messages_left() if self.metering.rates else size
+        most = self.metering.messages_left() if self.pays else size
         router, turns = broker.router, broker.turns
         if self.epoch != router.epoch or len(self.routes) > ROUTES:
             self.routes, self.epoch = {}, router.epoch
+            self.topic, self.stream = b"", None
         routes, limit, v5 = self.routes, self.limit, self.level == V5
         two_bytes = limit > 0x3FFF  # no length of two bytes exceeds it
         batch = Batch(self.inbox)
@@ -500,7 +500,7 @@ class Connection(Flow):
             traffic.published += published
             traffic.received_bytes += pos
             self.inbox.put(batch)
-            if self.metering.rates:
+            if self.pays:
                 self.metering.pay_handled(self, published, pos)
         return pos
 

@@ -19,17 +19,18 @@ from typing import TYPE_CHECKING, Protocol
 
 from bridge.errors import StreamError
 from bridge.mqtt.broker.inbox import Batch, Lot
-from bridge.mqtt.server.metering import Payer
 from bridge.mqtt.server.polling import Polling
 from bridge.mqtt.server.states import OPEN
 from bridge.mqtt.wire.packets import PUBLISH, V5, Publish
+from bridge.net.flow import Flow
 
 if TYPE_CHECKING:
     from bridge.mqtt.broker.broker import Broker
     from bridge.mqtt.broker.inbox import Inbox
     from bridge.mqtt.broker.router import Route
-    from bridge.mqtt.broker.store import Committer
+    from bridge.mqtt.broker.store import Committer, Stream
     from bridge.mqtt.server.metering import Metering
+    from bridge.mqtt.server.states import State
     from bridge.mqtt.server.traffic import Traffic
     from bridge.runtime import Runtime
 
@@ -39,23 +40,60 @@ PLAIN = PUBLISH | 2  # the first byte of a PUBLISH at QoS 1, without DUP and RET
 log = logging.getLogger(__name__)
 
 
-class Source(Payer, Protocol):
-    """A connection; `connection.Connection` is one."""
+class Source(Flow):
+    """The part of a connection that the loop uses; `Connection` is the whole.
 
+    With a thousand connections, most of the time of a message is the wait for memory. So these attributes lie
+    next to each other, apart from those that the loop does not use.
+    """
+
+    __slots__ = (
+        "epoch", "heard", "inbox", "level", "limit", "metering", "pays", "published", "reads", "routes",
+        "state", "stream", "tail", "topic", "traffic",
+    )  # fmt: skip
+    state: State
     tail: bytes | bytearray  # read but not yet handled
-    holds: set[str]
     heard: float  # time of the last read
     limit: int  # bytes of a packet
     level: int
     routes: dict[bytes, Route]  # of the router's `epoch`
+    topic: bytes  # a topic of which a PUBLISH takes one append, to this stream:
+    stream: Stream | None
     epoch: int
-    published: int
+    published: int  # messages that the client has sent
     inbox: Inbox
     metering: Metering
+    pays: bool  # whether a budget limits its rate
+    reads: Reads
+    traffic: Traffic
 
-    def read(self, data: bytes) -> None: ...
+    @property
+    def name(self) -> str:
+        """The client's name in the log."""
+        raise NotImplementedError
 
-    def end(self, counter: str, why: str, *, abort: bool = False) -> None: ...
+    def data_received(self, data: bytes) -> None:
+        reads = self.reads
+        if len(data) > SMALL or self.state is not OPEN:
+            reads.run()
+            self.heard = reads.now()
+            self.read(data)
+            return
+        if not reads.waiting:
+            reads.begin()
+        reads.waiting.append((self, data))
+
+    def read(self, data: bytes) -> None:
+        """Handle bytes from the socket."""
+        raise NotImplementedError
+
+    def fail(self, counter: str, why: str, reason: int, told: str = "") -> None:
+        """Close, after a DISCONNECT with the reason."""
+        raise NotImplementedError
+
+    def end(self, counter: str, why: str, *, abort: bool = False) -> None:
+        """Close without telling the client."""
+        raise NotImplementedError
 
 
 class Pressure(Protocol):
@@ -69,32 +107,21 @@ class Reads:
 
     def __init__(self, broker: Broker, runtime: Runtime, traffic: Traffic, pressure: Pressure) -> None:
         self._broker, self._router, self._traffic, self._pressure = broker, broker.router, traffic, pressure
-        self._now, self._soon = runtime.now, runtime.soon
-        self._waiting: list[tuple[Source, bytes]] = []
+        self.now, self.begin = runtime.now, partial(runtime.soon, self.run)
+        self.waiting: list[tuple[Source, bytes]] = []
         self._polling = Polling(runtime.soon)
-
-    def add(self, conn: Source, data: bytes) -> None:
-        """Take what was read from a connection."""
-        if len(data) > SMALL or conn.state is not OPEN:
-            self.run()
-            conn.heard = self._now()
-            conn.read(data)
-            return
-        if not self._waiting:
-            self._soon(self.run)
-        self._waiting.append((conn, data))
 
     def run(self) -> None:
         """Handle what waits, and commit its appends."""
-        if self._waiting:
-            reads, self._waiting = self._waiting, []
+        if self.waiting:
+            reads, self.waiting = self.waiting, []
             lots: dict[Committer, Lot] = {}
             self._broker.store.gather(partial(self._handle, reads, lots))
             alone = len(reads) == 1 and not any(lot.waiting for lot in lots.values())
             self._polling.answered(id(reads[0][0]) if alone else 0)
 
     def _handle(self, reads: list[tuple[Source, bytes]], lots: dict[Committer, Lot]) -> None:
-        router, pressure, now = self._router, self._pressure, self._now()
+        router, pressure, now = self._router, self._pressure, self.now()
         count = size = 0
         for conn, data in reads:
             conn.heard = now
@@ -113,13 +140,18 @@ class Reads:
                 start = at
                 at += data[start - 2] << 8 | data[start - 1]
                 topic, end = data[start:at], at + 2
-                packet_id, route = data[at:end], conn.routes.get(topic)
+                packet_id = data[at:end]
+                if topic == conn.topic:
+                    stream = conn.stream
+                else:
+                    route = conn.routes.get(topic)
+                    stream = None if route is None or route.append is None else route.stream
+                    if stream is not None:
+                        conn.topic, conn.stream = topic, stream
                 if version == V5:
                     end += 1
                 if (
-                    route is None
-                    or (append := route.append) is None
-                    or (stream := route.stream) is None
+                    stream is None
                     or said != length
                     or length > conn.limit
                     or end > len(data)
@@ -133,7 +165,7 @@ class Reads:
                 size += len(data)
                 conn.published += 1
                 try:
-                    append(topic, data[end:])
+                    stream.append(topic, data[end:])
                 except StreamError as error:
                     batch = Batch(conn.inbox)
                     self._broker.refused(batch, Publish(PLAIN, topic, packet_id, data[end:]), error)
@@ -143,8 +175,8 @@ class Reads:
                     if lot is None or not lot.waiting:
                         lots[stream] = lot = Lot()
                         stream.after_commit(lot.committed)
-                    lot.add(conn.inbox, b"\x40\x02" + packet_id)
-                if conn.metering.rates:
+                    conn.inbox.add(lot, b"\x40\x02" + packet_id)
+                if conn.pays:
                     conn.metering.pay(conn, 1, len(data))
             except Exception as error:
                 log.exception("internal error with what a client has sent")
