@@ -56,6 +56,7 @@ from typing import Any, NamedTuple
 from bridge import durable
 from bridge.deflate import crc32
 from bridge.errors import CorruptData, EncryptionKeyError
+from bridge.readable import unreadable
 
 DIRECTORY = "keys"
 ENDING = ".key"
@@ -82,8 +83,8 @@ def read_master(path: Path, remedy: str = CREATE) -> list[bytes]:
     try:
         text = path.read_text("ascii", "replace")
     except OSError as error:
-        todo = remedy.format(path=path) if isinstance(error, FileNotFoundError) else "correct that"
-        raise EncryptionKeyError(f"{path}: the key file cannot be read: {error.strerror}; {todo}") from None
+        why = unreadable(path, remedy.format(path=path)) or error
+        raise EncryptionKeyError(f"{path}: the key file cannot be read: {why}") from None
     lines = [line.strip() for line in text.splitlines()]
     found = []
     for number, line in enumerate(lines, 1):

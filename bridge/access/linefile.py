@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from bridge.errors import ConfigError
+from bridge.readable import unreadable
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -36,10 +37,10 @@ def read_lines(
     try:
         mode = path.stat().st_mode
         lines = path.read_text("utf-8").splitlines()
-    except FileNotFoundError:
-        raise ConfigError(f"{option} {path}: No such file or directory; {create}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{option} {path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {unreadable(path, create) or error}") from error
+    except UnicodeDecodeError:  # its text quotes the bytes, which may be secret
+        raise ConfigError(f"{option} {path}: it is not UTF-8; save the file as UTF-8") from None
     if secret and mode & (stat.S_IWGRP | stat.S_IWOTH | stat.S_IROTH):
         raise ConfigError(
             f"{option} {path}: it has secrets, but users other than its owner and group can read it, or "

@@ -12,14 +12,15 @@ import typer
 
 from bridge import encryption
 from bridge.config import tomlfile
-from bridge.config.settings import DEFAULT_CONFIG, Config, load_config, understand
+from bridge.config.settings import DEFAULT_CONFIG, Config, understand
 from bridge.config.tomlfile import Keys
 from bridge.errors import ConfigError, StreamBridgeError
 from bridge.model import MessageStreamDefinition, identifiers
+from bridge.readable import user_name
 from bridge.streams import formats
 from bridge.streams.layout import STREAMS
 from bridge.streams.reader import StreamMeta, list_streams
-from bridge.streams.store import LOCK, user_name
+from bridge.streams.store import LOCK
 
 KEY_FILE = "STREAMBRIDGE_KEY_FILE"
 _CREDENTIALS = ("/run/credentials/streambridge.service", "/etc/credstore")
@@ -27,7 +28,12 @@ _CREDENTIALS = ("/run/credentials/streambridge.service", "/etc/credstore")
 ConfigOption = Annotated[
     Path,
     typer.Option(
-        "--config", "-c", envvar="STREAMBRIDGE_CONFIG", help="The configuration file.", metavar="FILE"
+        "--config",
+        "-c",
+        envvar="STREAMBRIDGE_CONFIG",
+        help="The configuration file.",
+        metavar="FILE",
+        readable=False,  # its error names the user and the remedy; that of click is about the usage
     ),
 ]
 DataDirOption = Annotated[
@@ -49,6 +55,7 @@ KeyFileOption = Annotated[
         help="The file with the key of encrypted streams.",
         metavar="FILE",
         show_default="encryption.key_file of the configuration",
+        readable=False,
     ),
 ]
 
@@ -94,8 +101,6 @@ def known_config(path: Path, *needed: Keys) -> Config:
 
     Reading the streams needs neither the service's secrets nor a configuration without mistakes.
     """
-    if path == DEFAULT_CONFIG and not path.exists():
-        return load_config(path)  # its error says how to begin
     settings, reader = understand(tomlfile.read(path), dict)
     wrong = {keys[:depth] for keys in needed for depth in range(1, len(keys) + 1)} & reader.broken
     if reader.document.problems or wrong:

@@ -47,6 +47,7 @@ FileOption = Annotated[
         metavar="FILE",
         help="Use this users file instead of the configured one.",
         show_default="mqtt.users_file of the configuration",
+        readable=False,  # its error names the user and the remedy
     ),
 ]
 RELOAD = "a running service whose configuration names this file applies it within seconds"

@@ -130,16 +130,6 @@ class Config(Struct, frozen=True, kw_only=True):
     streams: dict[str, MessageStreamDefinition] = {}
 
 
-def load_config(path: Path) -> Config:
-    """Load the configuration; raises ConfigError, which says how to begin if there is none yet."""
-    if path == DEFAULT_CONFIG and not path.exists():
-        begin = f"cp {discovery.shipped('config') / 'streambridge.toml'} ."
-        raise ConfigError(
-            f"{path}: there is no such file; begin with the sample: `{begin}`, then use it with --config"
-        )
-    return load(path)
-
-
 def load(path: Path, exporters: Exporters | None = None) -> Config:
     """Read the configuration at `path` and the fragments in `conf.d` beside it; see `understand`."""
     config, reader = understand(tomlfile.read(path), exporters)
@@ -283,16 +273,14 @@ def _access(reader: Reader, mqtt: MqttConfig) -> None:
         (("mqtt", "acl"), mqtt.acl),
         (("mqtt", "role"), mqtt.role),
     ]
-    names: set[str] = set()
+    _distinct(reader, ("mqtt", "listener"), [one.name for one in mqtt.listener])
+    _distinct(reader, ("mqtt", "budget"), [one.name for one in mqtt.budget])
     for number, (given, listener) in enumerate(zip(mqtt.listener, mqtt.listeners()[1:], strict=True)):
         keys: Keys = ("mqtt", "listener", number)
         known = all(sound("mqtt", key) for key in ("tls", "users_file"))
         if known and all(sound(*keys, key) for key in _OF_LOGINS):
             for what in listener.mistakes():
                 reader.problem((*keys, "listen"), what.removeprefix("`listen`: "))
-        if given.name in names:
-            reader.problem((*keys, "name"), "another listener has this name; choose another")
-        names.add(given.name)
         for wrong in mistakes(given.user or (), mqtt.role):
             if wrong.table == "user":
                 report(wrong, keys)
@@ -309,6 +297,14 @@ def _access(reader: Reader, mqtt: MqttConfig) -> None:
                         near = difflib.get_close_matches(name, _OPERATIONS, n=1)
                         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_OPERATIONS)}"
                         reader.problem((*keys, number, *inner), f"there is no operation {name!r}; {hint}")
+
+
+def _distinct(reader: Reader, keys: Keys, names: Sequence[str]) -> None:
+    """Report tables of a list with the name of an earlier one."""
+    for number, name in enumerate(names):
+        if (other := names.index(name)) < number:
+            where = f"{dotted((*keys, other))}, {reader.document.position((*keys, other, 'name'))}"
+            reader.problem((*keys, number, "name"), f"another has this name ({where}); choose another")
 
 
 # What decides whether somebody can log in at a listener.
@@ -341,14 +337,10 @@ def _upstreams(reader: Reader, section: object) -> list[UpstreamSettings]:
     if not isinstance(section, list):
         reader.problem(("upstream",), "must be a list of tables: [[upstream]]")
         return []
-    found: dict[str, UpstreamSettings] = {}
-    for number, table in enumerate(section):
-        one = reader.struct(UpstreamSettings, table, ("upstream", number))
-        if one is not None and one.name in found:
-            reader.problem(("upstream", number, "name"), "another [[upstream]] has this name; choose another")
-        elif one is not None:
-            found[one.name] = one
-    return list(found.values())
+    found = [reader.struct(UpstreamSettings, table, ("upstream", n)) for n, table in enumerate(section)]
+    names = [f"({n})" if one is None else one.name for n, one in enumerate(found)]
+    _distinct(reader, ("upstream",), names)
+    return [one for n, one in enumerate(found) if one is not None and names.index(one.name) == n]
 
 
 def _streams(reader: Reader, section: object, exporters: Exporters) -> dict[str, MessageStreamDefinition]:

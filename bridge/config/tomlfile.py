@@ -9,12 +9,18 @@ them. Keys inside an inline table or an array have the line of the key that cont
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bridge.plugin import discovery
+from bridge.readable import unreadable
+
+FRAGMENTS = "conf.d"
 Keys = tuple[str | int, ...]
 
 _PART = r"""(?:[A-Za-z0-9_-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')"""
@@ -96,17 +102,34 @@ class Document:
 
 def files_at(path: Path) -> list[Path]:
     """The file at `path`, the directory of its fragments, and the fragments, as far as they are there."""
-    fragments = path.parent / "conf.d"
-    return [path, fragments, *sorted(fragments.glob("*.toml"))]
+    with suppress(OSError):
+        return [path, path.parent / FRAGMENTS, *_fragments(path)]
+    return [path, path.parent / FRAGMENTS]
 
 
 def read(path: Path) -> Document:
     """Read the file at `path` and the fragments in `conf.d` beside it."""
     document = Document(path)
     document.add(path)
-    for fragment in sorted((path.parent / "conf.d").glob("*.toml")):
-        document.add(fragment)
+    try:
+        for fragment in _fragments(path):
+            document.add(fragment)
+    except OSError as error:  # without them, rights and limits might be missing
+        if document.files:  # else it has the same reason
+            directory = path.parent / FRAGMENTS
+            what = f"cannot be read: {unreadable(directory) or error}"
+            document.problems.append(Problem(Position(directory, 0), what))
     return document
+
+
+def _fragments(path: Path) -> list[Path]:
+    """The fragments beside a file; raises OSError, other than `Path.glob`, if they cannot be listed."""
+    directory = path.parent / FRAGMENTS
+    try:
+        names = os.listdir(directory)  # noqa: PTH208 - sorted below
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [directory / name for name in sorted(names) if name.endswith(".toml")]
 
 
 class _UnreadableError(Exception):
@@ -121,9 +144,13 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
     try:
         text = path.read_bytes().decode()
     except FileNotFoundError:
-        raise _UnreadableError("there is no such file; give another one with --config") from None
+        sample = discovery.shipped("config") / "streambridge.toml"
+        raise _UnreadableError(
+            "there is no such file; give another one with --config, or begin with the sample: "
+            f"`cp {sample} .`"
+        ) from None
     except OSError as error:
-        raise _UnreadableError(f"cannot be read ({error.strerror}); check its owner and mode") from error
+        raise _UnreadableError(f"cannot be read: {unreadable(path) or error}") from error
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise _UnreadableError("not valid UTF-8; save the file as UTF-8", line) from error

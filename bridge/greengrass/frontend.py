@@ -27,6 +27,7 @@ from bridge.net.addresses import host_and_port, is_loopback
 from bridge.net.guests import Guests
 from bridge.net.limits import ConnectionLimits
 from bridge.net.listening import listen
+from bridge.readable import unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -137,7 +138,8 @@ class GreengrassFrontEnd:
                 else:
                     log.error("greengrass.token_file is empty: %s", config.token_file)
             except OSError as error:
-                log.error("greengrass.token_file cannot be read: %s", error)
+                why = unreadable(config.token_file) or error
+                log.error("greengrass.token_file cannot be read: %s: %s", config.token_file, why)
         if config.tokens_file is not None:
             try:
                 users |= read_tokens("greengrass.tokens_file", config.tokens_file)

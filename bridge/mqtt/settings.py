@@ -358,11 +358,6 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
         if self.mode == "embedded" and not (self.listen or self.listener):
             mistakes.append("`listen` is empty; name at least one listener, such as tcp://127.0.0.1:1883")
         mistakes += self.listeners()[0].mistakes()
-        names = [one.name for one in self.budget]
-        mistakes += [
-            f"`budget`: another one is named {name!r}; choose another name"
-            for name in sorted({name for name in names if names.count(name) > 1})
-        ]
         if mistakes:
             raise ValueError("\n".join(mistakes))
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from bridge.readable import unreadable
+
 AWS_HOST = re.compile(r"\.iot\.[a-z0-9-]+\.amazonaws\.com(\.cn)?$")
 BRIDGED_BY = "bridged-by"  # the MQTT 5 user property with the id of a gateway that a message has passed
 
@@ -59,7 +61,7 @@ def read_password(path: Path | str | None, named: Named) -> str | None:
     try:
         return Path(path).read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise ValueError(f"{named('password_file')} {path}: {error.strerror}") from error
+        raise ValueError(f"{named('password_file')} {path}: {unreadable(Path(path)) or error}") from error
     except UnicodeDecodeError:  # its text quotes the bytes, which are secret
         raise ValueError(f"{named('password_file')} {path}: it is not UTF-8") from None
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bridge.errors import ConfigError
+from bridge.readable import unreadable
 
 _BEGIN, _END = "-----BEGIN X509 CRL-----", "-----END X509 CRL-----"
 _INTEGER, _UTC_TIME, _TIME, _SEQUENCE, _VERSION = 0x02, 0x17, 0x18, 0x30, 0xA0
@@ -62,7 +63,7 @@ def read_crls(option: str, path: Path) -> Crls:
     try:
         text = path.read_text("ascii", errors="replace")
     except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror}") from error
+        raise ConfigError(f"{option} {path}: {unreadable(path) or error}") from error
     lists = []
     for piece in text.split(_BEGIN)[1:]:
         body, end, _ = piece.partition(_END)

@@ -6,6 +6,7 @@ import ssl
 from pathlib import Path
 
 from bridge.errors import ConfigError
+from bridge.readable import unreadable
 
 TICKETS = 1  # session tickets per handshake; a device has one connection, and 2 would cost 20 us more
 
@@ -30,6 +31,9 @@ def server_context(
             context.load_verify_locations(crl)
             context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
     except (OSError, ssl.SSLError) as error:
+        for path in (cert, key, client_ca, crl):
+            if path is not None and (why := unreadable(path)):
+                raise ConfigError(f"{option}: {path}: {why}") from error
         asked = "" if client_ca is None else f", client_ca {client_ca}"
         asked += "" if crl is None else f", crl_file {crl}"
         raise ConfigError(f"{option}: cert {cert}, key {key}{asked}: {error}") from error

@@ -37,7 +37,7 @@ from bridge.access.logins import Access
 from bridge.auth.supervisor import Auth
 from bridge.config import settings as configuration
 from bridge.config import tomlfile
-from bridge.config.checks import blockers
+from bridge.config.checks import all_mistakes, blockers
 from bridge.config.settings import Config
 from bridge.control.server import ControlFrontEnd
 from bridge.encryption import Keys
@@ -100,13 +100,16 @@ async def _trim() -> None:
 def start(path: Path) -> None:
     """Run the service with this configuration until a signal stops it.
 
-    Raises StreamBridgeError or OSError if it cannot start. Blockers on this machine are found before any file
-    is created.
+    Raises StreamBridgeError or OSError if it cannot start; a ConfigError has all mistakes of the
+    configuration. Blockers on this machine are found before any file is created.
     """
-    config = configuration.load_config(path)
-    if problems := blockers(path, config):
-        raise ConfigError("\n".join(problems))
-    run(config)
+    try:
+        config = configuration.load(path)
+        if problems := blockers(path, config):
+            raise ConfigError("\n".join(problems))
+        run(config)
+    except ConfigError as error:
+        raise ConfigError("\n".join(all_mistakes(path, str(error)))) from error
 
 
 def run(config: Config) -> None:

@@ -18,7 +18,6 @@ import errno
 import fcntl
 import logging
 import os
-import pwd
 import secrets
 import shutil
 import stat
@@ -42,6 +41,7 @@ from bridge.errors import (
     StreamError,
 )
 from bridge.objectkeys import MAX_SEQUENCE
+from bridge.readable import user_name
 from bridge.runtime import LoopRuntime, Runtime, tick
 from bridge.streams import drops, formats, layout, meta, recovery
 from bridge.streams.committer import Committer
@@ -69,14 +69,6 @@ def is_running(data_dir: Path) -> bool:
     except OSError:
         return False
     return any(f":{inode} " in line for line in locks.splitlines() if " FLOCK " in line)
-
-
-def user_name(user: int) -> str:
-    """The name of a user id, or the number if it has none."""
-    try:
-        return pwd.getpwuid(user).pw_name
-    except KeyError:
-        return str(user)
 
 
 THREADS = 8  # that write and sync groups

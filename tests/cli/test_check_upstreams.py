@@ -109,7 +109,7 @@ def test_two_upstreams_with_one_client_id_and_a_listener_of_its_own_are_errors(p
     (line,) = check(path, QUIET + one + export)
     assert "export 'up' of stream 'readings' has the client id 'x' at the same broker" in line
     (line,) = check(path, QUIET + one + one.replace('"x"', '"y"'))
-    assert "another [[upstream]] has this name" in line
+    assert "another has this name (upstream[0]" in line
     own = QUIET.replace("127.0.0.1:0", "127.0.0.1:18831") + one.replace("broker.invalid", "localhost:18831")
     (line,) = check(path, own)
     assert "upstream[0].url: this is a listener of this broker" in line

@@ -49,7 +49,8 @@ def test_a_missing_configuration_is_reported_in_one_line() -> None:
     done = streambridge("run", "-c", "/nowhere/streambridge.toml")
     assert done.returncode == 78
     assert done.stderr == (
-        "streambridge: /nowhere/streambridge.toml: there is no such file; give another one with --config\n"
+        "streambridge: /nowhere/streambridge.toml: there is no such file; give another one with --config, or "
+        f"begin with the sample: `cp {CHECKOUT}/config/streambridge.toml .`\n"
     )
 
 

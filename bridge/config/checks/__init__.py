@@ -14,6 +14,7 @@ files and their lines; those that are in no file come last.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from bridge.config import tomlfile
@@ -46,21 +47,25 @@ CHECKS = (
     upstreams.upstreams,
     upstreams.loops,
     files.secrets,
+    files.closed_files,
     files.certificates,
     files.rules,
     streams.aws_names,
     streams.credentials,
 )
 
+REMOTE = (network.destinations, streams.credentials)  # they connect to other machines
 
-def examine(path: Path) -> tuple[Config, list[Finding]]:
-    """Examine a configuration and the machine that it is for."""
+
+def examine(path: Path, *, remote: bool = True) -> tuple[Config, list[Finding]]:
+    """Examine a configuration and the machine that it is for; `remote`: and other machines."""
     document = tomlfile.read(path)
     settings, reader = understand(document)
     context = CheckContext(settings, document, reader.broken)
     found = [finding("error", problem) for problem in reader.problems]
     for check in CHECKS:
-        found += check(context)
+        if remote or check not in REMOTE:
+            found += check(context)
 
     def order(one: Finding) -> tuple[object, ...]:
         place = None if one.file is None else document.order(Position(one.file, one.line or 0))
@@ -73,3 +78,17 @@ def blockers(path: Path, settings: Config) -> list[str]:
     """What keeps the service from starting on this machine: addresses and directories that it cannot use."""
     context = CheckContext(settings, tomlfile.read(path))
     return [finding.what for check in (network.listeners, files.directories) for finding in check(context)]
+
+
+def all_mistakes(path: Path, first: str) -> list[str]:
+    """Everything that keeps the service from working, after it has stopped at `first`, one or more lines.
+
+    Lines of `first` that begin with a key, and not with a position, are left out if the checks say more.
+    """
+    found = [one.what for one in examine(path, remote=False)[1] if one.level == "error"]
+    missing = [
+        line
+        for line in first.splitlines()
+        if line not in found and not any(f" {re.split('[ :]', line)[0]}" in what for what in found)
+    ]
+    return [*missing, *found]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -19,6 +20,8 @@ from bridge.errors import InvalidDefinition
 from bridge.model import MessageStreamDefinition
 from bridge.plugin import discovery
 from bridge.plugin.api import ExportConfig
+from bridge.readable import unreadable
+from bridge.streams.store import LOCK
 
 
 class Finding(Struct, frozen=True):
@@ -75,6 +78,21 @@ class CheckContext:
         return finding("warning", Problem(self.document.position(keys), f"{dotted(keys)}: {what}"))
 
     @cached_property
+    def service(self) -> int | None:
+        """The id of the user whom the data directory belongs to, and who runs the service."""
+        data_dir = self.config.gateway.data_dir
+        if self.knows("gateway", "data_dir"):
+            for path in (data_dir / LOCK, data_dir):
+                with suppress(OSError):
+                    return path.stat().st_uid
+        return None
+
+    def unreadable(self, path: Path, create: str = "") -> str:
+        """Return why a file cannot be read and what to do, as `readable.unreadable`, with its path."""
+        why = unreadable(path, create, self.service)
+        return f"{path} cannot be read: {why}" if why else ""
+
+    @cached_property
     def registry(self) -> discovery.Registry:
         """The plugins."""
         return discovery.load(self.config.export.plugin_dirs)
@@ -121,12 +139,3 @@ def existing(path: Path) -> Path:
 def read_only(path: Path) -> bool:
     """Return whether a file system is mounted read-only."""
     return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
-
-
-def unreadable(path: Path) -> str:
-    """Return why a file cannot be read, or an empty text if it can."""
-    try:
-        path.open("rb").close()
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
-    return ""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import pwd
 import re
 import ssl
 import stat
+import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
@@ -19,7 +21,7 @@ from bridge.access.tokens import CREATE as CREATE_TOKENS
 from bridge.access.tokens import read_tokens
 from bridge.access.users import CREATE as CREATE_USERS
 from bridge.access.users import read_users
-from bridge.config.checks.context import CheckContext, Finding, existing, read_only, unreadable
+from bridge.config.checks.context import CheckContext, Finding, existing, read_only
 from bridge.config.tomlfile import Keys as Place
 from bridge.encryption import CREATE as CREATE_KEY
 from bridge.encryption import Keys
@@ -172,15 +174,34 @@ def secrets(context: CheckContext) -> Iterator[Finding]:
             yield Finding("warning", f"{path}: every user of this machine can write it; chmod o-w {path}")
     wrong = dict(_wrong_logins(context))
     for keys, path in _named(context, SECRETS):
-        problem = unreadable(path)
-        if problem:
-            how = CREATE_USERS if keys[-1] == "users_file" else CREATE.get(keys, "")
-            create = f"; {how.format(path=path)}" if how and not path.exists() else ""
-            yield context.error(keys, problem + create)
+        create = CREATE_USERS if keys[-1] == "users_file" else CREATE.get(keys, "")
+        if problem := context.unreadable(path, create.format(path=path)):
+            yield context.error(keys, problem)
         elif keys in wrong:
             yield context.error(keys, wrong[keys])
         elif path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
             yield context.warning(keys, f"every user of this machine can read {path}; chmod o= {path}")
+
+
+def closed_files(context: CheckContext) -> Iterator[Finding]:
+    """Report files that root can read, and the service's user cannot."""
+    if os.geteuid() != 0 or not context.service:
+        return
+    credentials = os.environ.get("CREDENTIALS_DIRECTORY")
+    with contextlib.suppress(KeyError, OSError):  # no such user, or root cannot become that user here
+        user = pwd.getpwuid(context.service)
+        groups = os.getgrouplist(user.pw_name, user.pw_gid)
+        for keys, path in _named(context, [*SECRETS, *CERTIFICATES]):
+            if not path.is_file() or (credentials and path.is_relative_to(credentials)):  # read by systemd
+                continue
+            test = ["test", "-r", str(path)]
+            done = subprocess.run(test, user=user.pw_uid, group=user.pw_gid, extra_groups=groups, check=False)
+            if done.returncode:
+                yield context.warning(
+                    keys,
+                    f"{path} cannot be read by user {user.pw_name}, as whom the service runs; chown "
+                    f"{user.pw_name} {path}, and chmod a+x its directories",
+                )
 
 
 def _wrong_logins(context: CheckContext) -> Iterator[tuple[Place, str]]:
@@ -260,8 +281,7 @@ def certificates(context: CheckContext) -> Iterator[Finding]:
     """Check that certificates can be read, and are valid now and for a while."""
     now = datetime.now(UTC)
     for keys, path in _named(context, CERTIFICATES):
-        problem = unreadable(path)
-        if problem:
+        if problem := context.unreadable(path):
             yield context.error(keys, problem)
             continue
         try:
@@ -285,7 +305,7 @@ def certificates(context: CheckContext) -> Iterator[Finding]:
         if crl_file is not None:
             client_ca = getattr(tls, "client_ca", None)
             yield from _revocation_lists(context, (*place, "tls", "crl_file"), crl_file, client_ca, now)
-        if tls is None or unreadable(tls.cert) or unreadable(tls.key):
+        if tls is None or context.unreadable(tls.cert) or context.unreadable(tls.key):
             continue
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.cert, tls.key)
