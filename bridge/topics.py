@@ -75,10 +75,45 @@ def is_topic_filter(name: str) -> bool:
 
 
 def filter_mistake(name: str) -> str | None:
-    """What is wrong with a topic filter, as a sentence; None if it is one."""
-    if is_topic_filter(name):
+    """What is wrong with a topic filter, and a right one, as a sentence; None if it is one.
+
+    The filter of a shared subscription is a mistake: `$share/<group>/` is only for SUBSCRIBE.
+    """
+    if is_topic_filter(name) and not name.startswith(SHARE):
         return None
-    return f"{name!r} is not a topic filter; `#` may only be the last level"
+    return f"{name if len(name) <= 80 else name[:77] + '...'!r} is not a topic filter: {_what_is_wrong(name)}"
+
+
+def _what_is_wrong(name: str) -> str:
+    levels = name.split("/")
+    if not name:
+        return "it is empty; write # for all topics"
+    if len(name) > MAX_LENGTH or len(levels) > MAX_LEVELS:
+        return (
+            f"it has {len(name)} characters and {len(levels)} levels; at most {MAX_LENGTH} and {MAX_LEVELS} "
+            "are possible"
+        )
+    if name.startswith(SHARE):
+        rest = name.removeprefix(SHARE).partition("/")[2]
+        return f"{SHARE}<group>/ is only for subscriptions; write " + (
+            rest if is_topic_filter(rest) else "the filter alone, such as a/#"
+        )
+    for number, level in enumerate(levels):
+        here, before = f"level {number + 1} of {len(levels)}", levels[:number]
+        if "\0" in level:
+            return f"{here} has a NUL character; remove it"
+        if level == "#" and number < len(levels) - 1:
+            few, more = "/".join([*before, "#"]), "/".join([*before, "+", *levels[number + 1 :]])
+            return f"{here} is `#`, which may only be the last; write {few}" + (
+                f" or {more}" if is_topic_filter(more) else ""
+            )
+        for wildcard in "#+":
+            if wildcard in level and level != wildcard:
+                right = "/".join([*before, wildcard, *([] if wildcard == "#" else levels[number + 1 :])])
+                return f"{here}, {level!r}, has a `{wildcard}`, which stands for a whole level" + (
+                    f"; write {right}" if is_topic_filter(right) else ""
+                )
+    raise AssertionError(name)
 
 
 def unshared(topic_filter: str) -> str:

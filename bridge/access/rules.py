@@ -33,7 +33,7 @@ from msgspec import Meta, Struct
 from bridge.audit import Origin
 from bridge.errors import Unauthorized
 from bridge.net.addresses import network_of
-from bridge.topics import SHARE, covers, filter_mistake, matches, overlap
+from bridge.topics import covers, filter_mistake, matches, overlap
 
 StreamRight = Literal["publish", "read", "manage"]
 Page = Literal["none", "look", "operate"]
@@ -50,8 +50,6 @@ def _wrong_filters(rights: Struct) -> Iterator[str]:
         for name in getattr(rights, right) or ():
             if (mistake := filter_mistake(name)) is not None:
                 yield f"`{right}`: {mistake}"
-            elif name.startswith(SHARE):
-                yield f"`{right}`: {name!r}: rules name topics; leave out {SHARE}<group>/"
             elif (unknown := _UNKNOWN.search(name)) is not None:
                 yield (
                     f"`{right}`: {name!r}: there is no placeholder {unknown[0]}; write %u for the user name, "

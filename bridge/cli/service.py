@@ -47,9 +47,15 @@ def check(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) ->
     are only warnings.
     """
     from bridge.config.checks import examine
+    from bridge.streams.store import running
 
     find_credentials()
     settings, findings = examine(config)
+    if (process := running(settings.gateway.data_dir)) is not None:
+        output.note(
+            f"note: the service is running on {settings.gateway.data_dir} (process {process}); the addresses "
+            "it listens on are not tried"
+        )
     failed = any(finding.level == "error" for finding in findings)
     if as_json:
         output.json({"ok": not failed, "findings": findings})

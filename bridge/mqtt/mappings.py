@@ -18,7 +18,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from bridge.topics import REQUEST_LEVEL, is_topic_filter, is_topic_name
+from bridge.topics import REQUEST_LEVEL, filter_mistake, is_topic_name
 
 GATEWAY = "{gateway}"
 _FIELD = re.compile(r"\{([^{}]*)\}")
@@ -40,8 +40,8 @@ class Mapping(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         mistakes = []
-        if not is_topic_filter(self.filter.replace(GATEWAY, "gateway")) or self.filter.startswith("$share/"):
-            mistakes.append(f"`filter`: {self.filter!r} is not a topic filter, such as commands/press-7/#")
+        if (mistake := filter_mistake(self.filter.replace(GATEWAY, "gateway"))) is not None:
+            mistakes.append(f"`filter`: {mistake}")
         try:
             topic_template(self.topic.replace(GATEWAY, "gateway"))
         except ValueError as error:

@@ -22,12 +22,14 @@ from bridge.mqtt.mappings import Mapping
 from bridge.net.addresses import is_loopback
 from bridge.net.brokers import is_secure, url_mistake
 from bridge.net.budgets import Budget
+from bridge.printable import without_credentials
 from bridge.settingtypes import Bytes, Count, Millis
 from bridge.topics import overlap
 
 NEVER = 0xFFFFFFFF  # seconds of a session without an end
 _USUAL = ["tcp://127.0.0.1:1883"]  # to listen on
 SCHEMES = {"tcp": 1883, "tls": 8883, "ws": 8080, "wss": 8443}
+_MEANT = {"mqtts": "tls", "ssl": "tls", "tls": "tls", "http": "ws", "ws": "ws", "https": "wss", "wss": "wss"}
 
 
 class Address(NamedTuple):
@@ -50,13 +52,26 @@ class Address(NamedTuple):
 
 def parse_address(url: str) -> Address:
     """Take "tcp://127.0.0.1:1883" apart; the port may be left out, port 0 means any free one."""
+    found = _parsed(url)
+    if found is None:
+        scheme, _, rest = url.rpartition("://")
+        place = rest.partition("/")[0].rpartition("@")[2].strip(":")
+        meant = f"{_MEANT.get(scheme, 'tcp')}://{f'127.0.0.1:{place}' if place.isdecimal() else place}"
+        raise ValueError(
+            f"`listen`: {without_credentials(url)!r} is not tcp://, tls://, ws:// or wss:// and an address "
+            f"host:port; write {meant if _parsed(meant) else _USUAL[0]}"
+        )
+    return found
+
+
+def _parsed(url: str) -> Address | None:
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError as error:
-        raise ValueError(f"`listen`: {url!r}: {error}") from None
+    except ValueError:
+        return None
     if parts.scheme not in SCHEMES or not parts.hostname or parts.path.strip("/") or parts.username:
-        raise ValueError(f"`listen`: {url!r} is not like tcp://127.0.0.1:1883 (tcp, tls, ws or wss)")
+        return None
     return Address(parts.scheme, parts.hostname, SCHEMES[parts.scheme] if port is None else port)
 
 

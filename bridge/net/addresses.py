@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
+
+from bridge.printable import without_credentials
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -12,18 +15,25 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 def host_and_port(listen: str) -> tuple[str, int]:
     """Split "127.0.0.1:8088" or "[::1]:8088"; port 0 is any free one. Raises ValueError."""
     host, _, port = listen.removeprefix("tcp://").rpartition(":")
-    if not (host and port.isascii() and port.isdecimal() and int(port) < 65_536):
-        raise ValueError(f"{listen!r} is not an address and port")
+    if "/" in host or not (host and port.isascii() and port.isdecimal() and int(port) < 65_536):
+        raise ValueError(f"{without_credentials(listen)!r} is not an address and port, host:port")
     return host.strip("[]"), int(port)
 
 
 def check_listen(listen: str, example: str) -> None:
-    """Check the setting `listen`, which may be empty; raises ValueError with an example."""
+    """Check the setting `listen`, which may be empty; raises ValueError with a right one."""
     try:
         if listen:
             host_and_port(listen)
     except ValueError as error:
-        raise ValueError(f"`listen`: {error}; write it like {example}") from None
+        host, _, port = example.rpartition(":")
+        given = listen.rpartition("://")[2].partition("/")[0].rpartition("@")[2].strip(":")
+        name = given.partition(":")[0]
+        for meant in (given, f"{host}:{given}" if given.isdecimal() else f"{name}:{port}", example):
+            with suppress(ValueError):
+                host_and_port(meant)
+                break
+        raise ValueError(f"`listen`: {error}; write {meant}") from None
 
 
 @lru_cache(maxsize=1024)  # called several times per connection before its client has logged in

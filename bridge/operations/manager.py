@@ -56,7 +56,7 @@ from bridge.streams.dedup import SCOPED
 from bridge.streams.segment import StreamMessage
 from bridge.streams.store import StreamStore, in_slices
 from bridge.streams.stream import Stream
-from bridge.topics import is_topic_filter, matches
+from bridge.topics import filter_mistake, matches
 
 PURGE_STEP = 10_000  # messages that a purge reads or drops at a time before others are served
 REPORT_INTERVAL = 0.05  # seconds between reports of commit positions to the export worker
@@ -571,8 +571,8 @@ class StreamManager:
         end = stream.next_sequence if upto is None else min(upto, stream.next_sequence)
         if topic is None:
             return stream.purge([(stream.oldest, end - 1)])
-        if not is_topic_filter(topic):
-            raise InvalidRequest(f"topic: {topic!r} is not an MQTT topic filter")
+        if (mistake := filter_mistake(topic)) is not None:
+            raise InvalidRequest(f"topic: {mistake}")
         ranges: list[tuple[int, int]] = []
         position, dropped = stream.oldest, 0
         with closing(stream.reader()) as reader:

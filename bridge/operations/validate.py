@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from bridge.errors import InvalidDefinition
 from bridge.model import MessageStreamDefinition
 from bridge.plugin.api import appends_to
-from bridge.topics import REQUEST_LEVEL, is_topic_filter
+from bridge.topics import REQUEST_LEVEL, filter_mistake
 
 
 def mistakes(definition: MessageStreamDefinition) -> Iterator[InvalidDefinition]:
@@ -19,12 +19,8 @@ def mistakes(definition: MessageStreamDefinition) -> Iterator[InvalidDefinition]
     if (mistake := segment_size(definition)) is not None:
         yield mistake
     for number, topic in enumerate(definition.topics):
-        if not _is_bindable(topic):
-            yield InvalidDefinition(
-                ("topics", number),
-                f"{topic!r} cannot be bound to a stream: `#` may only be the last level, and a topic may "
-                f"not begin with '$' or '{REQUEST_LEVEL}/'",
-            )
+        if (wrong := _unbindable(topic)) is not None:
+            yield InvalidDefinition(("topics", number), wrong)
     identifiers = set()
     for kind, exports in definition.export_definition.items():
         for number, raw in enumerate(exports):
@@ -58,7 +54,9 @@ def segment_size(definition: MessageStreamDefinition) -> InvalidDefinition | Non
     )
 
 
-def _is_bindable(topic_filter: str) -> bool:
-    """Return whether a stream may have this filter among its topics."""
-    first = topic_filter.split("/", 1)[0]
-    return is_topic_filter(topic_filter) and not first.startswith("$") and first != REQUEST_LEVEL
+def _unbindable(topic_filter: str) -> str | None:
+    """Why a stream cannot have this filter among its topics; None if it can."""
+    first = topic_filter.partition("/")[0]
+    if (mistake := filter_mistake(topic_filter)) is None and (first[:1] == "$" or first == REQUEST_LEVEL):
+        return f"{topic_filter!r}: topics below {first}/ belong to the broker, and no stream stores them"
+    return mistake

@@ -63,12 +63,18 @@ Event = Callable[[str, str], None]
 
 def is_running(data_dir: Path) -> bool:
     """Return whether a process has the lock on a data directory. Reads /proc/locks and takes no lock."""
+    return running(data_dir) is not None
+
+
+def running(data_dir: Path) -> int | None:
+    """Return the process that has the lock on a data directory; None if none has it, or nobody can tell."""
     try:
         inode = (data_dir / LOCK).stat().st_ino
         locks = Path("/proc/locks").read_text()
     except OSError:
-        return False
-    return any(f":{inode} " in line for line in locks.splitlines() if " FLOCK " in line)
+        return None
+    found = (line.split() for line in locks.splitlines() if f":{inode} " in line)
+    return next((int(words[4]) for words in found if words[1] == "FLOCK"), None)
 
 
 THREADS = 8  # that write and sync groups

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import streambridge
+from bridge.config.checks import examine
+from tests.cli.conftest import COMMAND, environment, streambridge
 from tests.cli.test_check import QUIET, WITHOUT_RIGHTS
 
 ME = pwd.getpwuid(os.geteuid()).pw_name
@@ -130,3 +133,123 @@ def test_a_start_that_fails_reports_all_mistakes_as_check_does(path: Path) -> No
         assert done.returncode == 78
         lines = [line for line in done.stderr.splitlines() if line.startswith("streambridge: ")]
         assert "".join(f"{line.replace('streambridge', 'error', 1)}\n" for line in lines) == found.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ("a/#/b", "level 2 of 3 is `#`, which may only be the last; write a/# or a/+/b"),
+        ("#/a#", "level 1 of 2 is `#`, which may only be the last; write #"),
+        ("a+/b", "level 1 of 2, 'a+', has a `+`, which stands for a whole level; write +/b"),
+        ("x/b#", "level 2 of 2, 'b#', has a `#`, which stands for a whole level; write x/#"),
+        ("", "it is empty; write # for all topics"),
+        ("x" * 5000, "it has 5000 characters and 1 levels; at most 4096 and 64 are possible"),
+        ("/" * 99, "it has 99 characters and 100 levels; at most 4096 and 64 are possible"),
+        ("a/b\0", "level 2 of 2 has a NUL character; remove it"),
+        ("$share/g/a/#", "$share/<group>/ is only for subscriptions; write a/#"),
+        ("$share/g", "$share/<group>/ is only for subscriptions; write the filter alone, such as a/#"),
+    ],
+)
+def test_a_wrong_topic_filter_is_shown_with_the_level_and_a_right_one(
+    path: Path, given: str, what: str
+) -> None:
+    quoted = json.dumps(given)
+    path.write_text(
+        f"{QUIET}[[mqtt.acl]]\npublish = [{quoted}]\n[streams.a]\ntopics = [{quoted}]\n"
+        '[[upstream]]\nname = "u"\nurl = "mqtt://broker.invalid"\n'
+        f"[[upstream.mapping]]\nfilter = {quoted}\n"
+    )
+    found = [one.what for one in examine(path)[1]]
+    assert len(found) == 3
+    assert all(one.endswith(f"is not a topic filter: {what}") for one in found)
+    if "\0" not in given:  # no argument of a command can have it
+        done = streambridge("streams", "read", "a", "--topic", given)
+        assert done.returncode == 2
+        assert f"is not a topic filter: {what}\n" in done.stderr
+        assert len(done.stderr) < 500
+
+
+def test_a_topic_of_the_broker_is_refused_to_a_stream_with_the_reason(path: Path) -> None:
+    path.write_text(QUIET + '[streams.a]\ntopics = ["$SYS/#", "streambridge/x"]\n')
+    assert [one.what.partition(".topics: ")[2] for one in examine(path)[1]] == [
+        "'$SYS/#': topics below $SYS/ belong to the broker, and no stream stores them",
+        "'streambridge/x': topics below streambridge/ belong to the broker, and no stream stores them",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "mqtt", "http"),
+    [
+        ("mqtt://127.0.0.1:1883", "tcp://127.0.0.1:1883", "127.0.0.1:1883"),
+        ("mqtts://ann:secret@[::1]:8883/x", "tls://[::1]:8883", "[::1]:8883"),
+        ("http://127.0.0.1", "ws://127.0.0.1", "127.0.0.1:9464"),
+        ("127.0.0.1:1883", "tcp://127.0.0.1:1883", None),
+        ("1883", "tcp://127.0.0.1:1883", "127.0.0.1:1883"),
+        ("tcp://127.0.0.1:x", "tcp://127.0.0.1:1883", "127.0.0.1:9464"),
+    ],
+)
+def test_a_wrong_address_to_listen_on_is_shown_with_the_right_one(
+    path: Path, given: str, mqtt: str, http: str | None
+) -> None:
+    path.write_text(
+        f'[gateway]\ndata_dir = "data"\n[mqtt]\nlisten = ["{given}"]\n[http]\nlisten = "{given}"\n'
+        '[greengrass]\nlisten = ""\n'
+    )
+    about_mqtt, *about_http = [one.what for one in examine(path)[1] if one.level == "error"][
+        : 2 if http else 1
+    ]
+    assert about_mqtt.endswith(f"and an address host:port; write {mqtt}")
+    assert [what.rpartition("; ")[2] for what in about_http] == ([f"write {http}"] if http else [])
+    assert all("host:port" in what for what in about_http)
+    assert "secret" not in f"{about_mqtt} {about_http}"
+
+
+def test_limits_on_memory_that_exceed_the_machine_are_a_warning(path: Path) -> None:
+    path.write_text(
+        QUIET + '[mqtt.limits]\nsession_bytes = "6TiB"\nretained_bytes = "3TiB"\n'
+        '[streams.a]\npersistence = "Memory"\nmax_size = "1MiB"\n'
+    )
+    done = streambridge("check", "-c", path)
+    assert done.returncode == 0
+    (line,) = [line for line in done.stdout.splitlines() if "session_bytes" in line]
+    assert line.startswith(
+        f"warning: {path}:12: mqtt.limits.session_bytes: what is in memory may grow to 9 TiB (session_bytes "
+        "6 TiB, retained_bytes 3 TiB, guest_bytes 32 MiB, memory streams 1 MiB), but this machine has "
+    )
+    assert line.endswith("; lower these limits: session_bytes to a quarter of that at most")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_limits_on_memory_are_compared_with_the_cgroup_in_a_container(path: Path) -> None:
+    path.write_text(QUIET + '[mqtt.limits]\nsession_bytes = "200MiB"\n')
+    container = (
+        "mount -t tmpfs none /sys/fs/cgroup && echo 268435456 >/sys/fs/cgroup/memory.max && "
+        'if [ -d /run/systemd ]; then mount -t tmpfs none /run/systemd; fi && exec "$0" "$@"'
+    )
+    inside = ["unshare", "--mount", "sh", "-c", container]
+    done = streambridge("check", "-c", path, prefix=inside)
+    assert (done.returncode, done.stdout) == (0, f"{path}: ok (0 streams, 0 exports, 0 warnings)\n"), (
+        done.stderr
+    )
+    path.write_text(QUIET + '[mqtt.limits]\nsession_bytes = "256MiB"\n')
+    done = streambridge("check", "-c", path, prefix=inside)
+    assert "but its cgroup /sys/fs/cgroup (memory.max) has 256 MiB; lower" in done.stdout
+
+
+def test_a_check_beside_the_running_service_says_so_and_finds_nothing_wrong(path: Path) -> None:
+    path.write_text(QUIET + "[streams.a]\n")
+    service = subprocess.Popen(
+        [*COMMAND, "run", "-c", path], env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert service.stderr is not None
+        assert any("msg=ready" in line for line in service.stderr)
+        done = streambridge("check", "-c", path)
+        assert (done.returncode, done.stdout) == (0, f"{path}: ok (1 stream, 0 exports, 0 warnings)\n")
+        assert done.stderr == (
+            f"note: the service is running on {path.parent}/data (process {service.pid}); the addresses it "
+            "listens on are not tried\n"
+        )
+    finally:
+        service.kill()
+        service.communicate()

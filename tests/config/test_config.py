@@ -253,8 +253,8 @@ threads = 3
         'streambridge.toml:5: mqtt.max_packet = "10m": expected a size such as 512, "64KiB" or "1.5GB" '
         "(units: B, kB, KiB, MB, MiB, GB, GiB, TB, TiB)",
         "streambridge.toml:9: mqtt.tls: `key` is missing; add key = ...",
-        "streambridge.toml:14: mqtt.acl[1].publish = [\"a/#/b\"]: 'a/#/b' is not a topic filter; "
-        "`#` may only be the last level",
+        "streambridge.toml:14: mqtt.acl[1].publish = [\"a/#/b\"]: 'a/#/b' is not a topic filter: "
+        "level 2 of 3 is `#`, which may only be the last; write a/# or a/+/b",
         'streambridge.toml:16: streams.c.persistence = "file": must be "File" or "Memory"; '
         'did you mean "File"?',
         "streambridge.toml:17: streams.c.max_size = 2: must be at least 1024 bytes (1 KiB)",

@@ -18,7 +18,7 @@ import re
 from pathlib import Path
 
 from bridge.config import tomlfile
-from bridge.config.checks import files, network, streams, upstreams
+from bridge.config.checks import files, memory, network, streams, upstreams
 from bridge.config.checks.context import CheckContext, Finding, finding
 from bridge.config.settings import Config, understand
 from bridge.config.tomlfile import Position
@@ -38,6 +38,7 @@ CHECKS = (
     files.auth_plugins,
     files.closed_streams,
     streams.room,
+    memory.memory,
     streams.loaded_plugins,
     streams.streams,
     streams.places,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import ssl
 from collections.abc import Iterator, Sequence
@@ -25,9 +26,11 @@ Wanted = tuple[Keys, str, int]
 def listeners(context: CheckContext) -> Iterator[Finding]:
     """Report addresses that are configured twice, in use, or not of this machine.
 
-    Our running service uses its own addresses; beside it only duplicates are reported.
+    Our running service uses its own addresses; beside it only duplicates are reported. So they are if this
+    user may not see whether it runs, which is reported for the data directory.
     """
-    running = is_running(context.config.gateway.data_dir)
+    data_dir = context.config.gateway.data_dir
+    running = is_running(data_dir) or (data_dir.is_dir() and not os.access(data_dir, os.X_OK))
     held: list[socket.socket] = []
     ours: list[Wanted] = []
     try:
