@@ -331,7 +331,7 @@ class Committer:
                     if self._delete_now(other):
                         return True
             if not exported_only:
-                stream.seal()
+                stream.close_segment()
         except OSError as error:
             self._on_event(stream.name, f"{stream.directory}: cannot free space on the full disk: {error}")
         finally:

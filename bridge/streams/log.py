@@ -1,7 +1,7 @@
 """The segment files of one stream, for their only writer.
 
 States of a segment: *active* (the last one, to which groups are appended), *closing* (complete, but perhaps
-not on the disk yet), *sealed* (on the disk, with an index).
+not on the disk yet), *closed* (on the disk, with an index).
 
 A commit group goes through three steps, so that the middle one can run in a thread:
     stage              on the event loop: encode, plan the new segments that the group needs
@@ -115,7 +115,7 @@ class SegmentLog:
             raise StorageFailed(str(error)) from None
 
     def _opening_of(self, base: int) -> int | None:
-        """Return the key of a sealed segment's frames, even if its header is damaged."""
+        """Return the key of an encrypted segment's frames, even if its header is damaged."""
         if self._sealing is None:
             return None
         fd = self._files.open(layout.segment_path(self._path, base), os.O_RDONLY)
@@ -281,7 +281,7 @@ class SegmentLog:
                 self.directory.retire(item.fd)
 
     def replace_active(self, first: int | None = None, *, lazily: bool = False) -> None:
-        """Seal the active segment where it ends and continue in a new, empty one. Raises OSError.
+        """Close the active segment where it ends and continue in a new, empty one. Raises OSError.
 
         `first` skips numbers: the new segment begins there. `lazily`: on a full disk, create its file with
         the first group.
@@ -346,7 +346,7 @@ class SegmentLog:
             self._files.sync_directory(self._path)
 
     def synced(self, work: list[tuple[OpenSegment, int]]) -> None:
-        """Record that these segments are on the disk, and seal the closing ones."""
+        """Record that these segments are on the disk; the closing ones are then closed."""
         covered = sum(max(0, size - item.synced) for item, size in work)
         if work:
             self._room = min(SYNCS * covered, ROOM) if covered <= SMALL else 0
@@ -420,7 +420,7 @@ class SegmentLog:
     def repair(self, base: int) -> list[Damage]:
         """Check every frame of a segment and quarantine damage; return what was found. Raises OSError.
 
-        Nothing may be in flight. If it is the active segment, it is sealed first.
+        Nothing may be in flight. If it is the active segment, it is closed first.
         """
         if base == self.active.index.base and self.active.size > HEADER.size:
             self.replace_active()

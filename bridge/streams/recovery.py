@@ -1,6 +1,6 @@
 """Opens the segments of a stream after a stop or a crash.
 
-Only segments without an index are read: the last one, and those that were sealed shortly before the stop and
+Only segments without an index are read: the last one, and those that were closed shortly before the stop and
 perhaps not synced. In one of them there may be:
 
 * preallocated space after the last valid frame, left by a crash (see `segment`). It is truncated.
@@ -51,7 +51,7 @@ class Examined(NamedTuple):
 
 
 def read_index(directory: Path, base: int, size: int) -> SegmentSummary | None:
-    """Return a sealed segment's summary, if its index exists, is valid, and matches the segment's size."""
+    """Return a closed segment's summary, if its index exists, is valid, and matches the segment's size."""
     path = layout.segment_path(directory, base).with_suffix(layout.INDEX)
     try:
         summary = segment.decode_index(path.read_bytes())

@@ -4,7 +4,7 @@ A sync that only overwrites existing bytes changes no metadata of the file syste
 time, and saves the writes of the file system's journal (some 28 KiB on ext4). So while little is synced at a
 time, a segment without space left is preallocated (see `segment`): by `ROOM` bytes if each group is synced,
 and by the size of about `SYNCS` syncs if a background sync covers a few groups. The rest is truncated when
-the segment is sealed or closed.
+the segment is closed.
 """
 
 from __future__ import annotations

@@ -550,7 +550,7 @@ class Stream(Contents):
         self._drop_segments(segment_limits.free_space(self, needed, exported_only=exported_only))
         return bool(self.obsolete.pending)
 
-    def seal(self) -> None:
+    def close_segment(self) -> None:
         """On a full disk with nothing to drop, begin a segment that can be dropped later. Raises OSError."""
         if segment_limits.wants_new_segment(self) and not self.log.frozen:
             self.log.replace_active(lazily=True)

@@ -281,7 +281,7 @@ max_size = 65536
 
 
 async def store(root: Path) -> Recording:
-    """Segments that are sealed and removed, limits, a purge, streams that are made, changed and deleted."""
+    """Segments that are closed and removed, limits, a purge, streams that are made, changed and deleted."""
     limited = f"""
 [streams.limited]
 topics = ["limited/#"]
@@ -341,7 +341,7 @@ strategy_on_full = "OverwriteOldestData"
 
 
 async def encrypted(root: Path) -> Recording:
-    """Encrypted streams: the first key, segments that are sealed, a restart and another key."""
+    """Encrypted streams: the first key, segments that are closed, a restart and another key."""
     streams = _STREAMS.replace("flush_on_write = true", "flush_on_write = true\nencryption = true")
     recorder = Recorder(root, f'[encryption]\nkey_file = "{root}/key"\n{streams}')
     (root / "key").write_text(new_master())
@@ -449,7 +449,7 @@ async def upgrade(root: Path) -> Recording:
     """A data directory that version 40e5b2e left when it was killed is opened by this one.
 
     The first start brings it to the present format. That version's service was run as in the other areas: the
-    streams of `_STREAMS`, sealed and purged; a clean stop, a second life, and a kill after the quiet seconds.
+    streams of `_STREAMS`, closed and purged; a clean stop, a second life, and a kill after the quiet seconds.
     """
     with tarfile.open(FIXTURE) as packed:
         packed.extractall(root / "disk", filter="data")

@@ -373,7 +373,7 @@ async def test_a_full_disk_is_no_acknowledgement_and_no_end(bridge: Bridge) -> N
 
 
 async def _with_a_mark(bridge: Bridge) -> list[Path]:
-    """A stream of several segments that is read from its beginning at the next start; the sealed ones."""
+    """A stream of several segments that is read from its beginning at the next start; the closed ones."""
     bridge.stream("small", "small", stream_segment_size=1024)
     client = await bridge.connect("c", clean=False)
     await client.exchange(publish("small", b"", 2, 1))

@@ -232,7 +232,7 @@ async def _check(house: House, true: dict[int, bytes], what: object) -> None:
         assert payloads(stream)[-1] == b"new"
 
 
-def test_a_damaged_sealed_segment_is_quarantined_its_sound_frames_kept_and_the_loss_recorded(
+def test_a_damaged_closed_segment_is_quarantined_its_sound_frames_kept_and_the_loss_recorded(
     house: House,
 ) -> None:
     async def work() -> None:

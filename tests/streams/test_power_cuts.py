@@ -131,7 +131,7 @@ def test_what_is_acknowledged_is_on_the_disk_however_syncs_fail(
 def test_what_was_stored_when_a_sync_began_is_on_the_disk_when_it_has_ended(
     house: House, disk: Disk, failing: bool
 ) -> None:
-    """Also in segments that were sealed while the sync before it was under way, and if that one fails."""
+    """Also in segments that were closed while the sync before it was under way, and if that one fails."""
 
     async def work() -> None:
         stored: list[bytes] = []

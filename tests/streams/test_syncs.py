@@ -383,16 +383,16 @@ def test_segments_that_a_kill_left_before_their_sync_are_synced_after_the_start(
         async with house.stream(segment_size=4096) as stream:
             for n in range(12):
                 await put(stream, bytes([n]) * 1000)
-            sealed = [item.path.stem for item in stream.log.closing]
-            assert len(sealed) > 1
+            closed = [item.path.stem for item in stream.log.closing]
+            assert len(closed) > 1
             found = House(house.data_dir.parent)  # as a kill leaves it now
             found.data_dir = Path(shutil.copytree(house.data_dir, house.data_dir.with_name("found")))
         found.files = disk = Noting()
         async with found.stream() as stream:
             assert len(payloads(stream)) == 12
-        assert disk.synced >= set(sealed)
+        assert disk.synced >= set(closed)
         assert disk.early == []
-        assert all((found.directory() / f"{name}.idx").exists() for name in sealed)
+        assert all((found.directory() / f"{name}.idx").exists() for name in closed)
 
     run(work())
 

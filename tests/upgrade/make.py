@@ -167,7 +167,7 @@ async def fill(service: Service, web: Web) -> dict[str, Any]:
         "mortal", level=V5, will=("wills/mortal", b"gone", 1), properties={p.SESSION_EXPIRY: YEARS}
     )
     await until(lambda: len(web.bodies) == ROOM, 30)
-    await asyncio.sleep(1.5)  # what was sent is in the cursor, and sealed segments have their indexes
+    await asyncio.sleep(1.5)  # what was sent is in the cursor, and closed segments have their indexes
     exported = [payload for body in web.bodies for payload in payloads(body)]
     return {"stored": stored, "exported": exported, "boot": System().boot}
 
