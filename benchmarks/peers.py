@@ -253,7 +253,7 @@ def sqlite_aside(directory: Path, sync: bool) -> Iterator[SqliteAside]:
 def installed() -> dict[str, tuple[Callable[..., object], tuple[bool, ...]]]:
     """The peers that this machine has, each with the sync modes it knows."""
     found: dict[str, tuple[Callable[..., object], tuple[bool, ...]]] = {
-        "sqlite in line": (sqlite, (False, True)),
+        "sqlite inline": (sqlite, (False, True)),
         "sqlite in a thread": (sqlite_aside, (False, True)),
     }
     if shutil.which("redis-server"):

