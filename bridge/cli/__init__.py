@@ -78,7 +78,7 @@ app.add_typer(plugins.app, name="plugins")
 app.add_typer(clients.app, name="clients")
 app.add_typer(users.app, name="users")
 app.add_typer(keys.app, name="keys")
-app.command(
+service.app.command(
     epilog="""\b
 Examples:
   streambridge support -c config/streambridge.toml

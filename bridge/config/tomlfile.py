@@ -30,6 +30,7 @@ _TOKEN = re.compile(
     r'"""(?:[^\\]|\\.)*?"{3,5}|\'\'\'.*?\'{3,5}|"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*|[\[\]{}\n]|[^\[\]{}\n"\'#]+',
     re.DOTALL,
 )
+_NAMES = re.compile(r"\(('[^']*',? ?)+\)")  # the parser shows keys as a tuple
 _SYNTAX_ERROR = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 
 
@@ -159,7 +160,8 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
     except tomllib.TOMLDecodeError as error:
         found = _SYNTAX_ERROR.search(str(error))
         line = int(found[1]) if found and found[1] else text.count("\n") + 1
-        what = _SYNTAX_ERROR.sub("", str(error))
+        what = _SYNTAX_ERROR.sub("", str(error)).replace("Cannot overwrite a value", "a key is set twice")
+        what = _NAMES.sub(lambda found: f"`{'.'.join(re.findall(_PART, found[0]))}`".replace("'", ""), what)
         raise _UnreadableError(f"not valid TOML: {what}", line) from error
     return data, _lines(text.replace("\r\n", "\n"))
 

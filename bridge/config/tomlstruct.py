@@ -126,7 +126,9 @@ class Reader:
                     values[field.name] = value
         for key, field in fields.items():
             if field.required and key not in table and (*keys, key) not in self.broken:
-                self.problem(keys, f"`{key}` is missing; add {key} = ...")
+                _, container = struct_in(field.type) or (None, None)
+                add = f"[[{re.sub(r'.[0-9]+.', '', dotted(keys))}.{key}]]" if container else f"{key} = ..."
+                self.problem(keys, f"`{key}` is missing; add {add}")
         try:
             return cls(**values)
         except TypeError:  # a required one is missing, and reported
@@ -256,6 +258,8 @@ def _plainly(what: str, kind: Any, raw: object) -> str:
     choices = _choices(kind)
     if choices and "enum value" in what:
         return _one_of(choices, raw)
+    if (pattern := re.search(r"matching regex '(.*)'$", what)) is not None:
+        return f"must be {_in_words(pattern[1])}"
     found = re.match(r"Expected `([\w |]+)`(?:, got `(\w+)`)?( of length)?(?: ([<>]=?) (\S+))?$", what)
     if found is None:
         return what[0].lower() + what[1:]
@@ -272,6 +276,18 @@ def _plainly(what: str, kind: Any, raw: object) -> str:
     return f"must be {kinds}" + (
         f", not {_KINDS.get(given, given).removesuffix(' in quotes')}{remedy}" if given else ""
     )
+
+
+def _in_words(pattern: str) -> str:
+    """What a regular expression of a setting's type asks for."""
+    if (scheme := re.match(r"\^(\w+)s\?://", pattern)) is not None:
+        return f"a URL that begins with {scheme[1]}:// or {scheme[1]}s://"
+    found = re.match(r"\^\[(?:A-Za-z|a-zA-Z)0-9([^]]*)\](?:\{(\d+),(\d+)\})?", pattern)
+    if found is None:
+        return f"a text that matches {pattern}"
+    others, least, most = found.groups()
+    count = f"{least} to {most} " if least else ""
+    return f"{count}letters, digits and any of {' '.join(others.replace(chr(92), ''))}"
 
 
 def _unit(kind: Any, value: str) -> str:

@@ -32,6 +32,7 @@ from msgspec import Struct
 from bridge.plugin import metadata
 from bridge.plugin.api import Context, Retry
 from bridge.plugin.link import UNLIMITED, Link
+from bridge.settingtypes import Endpoint
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class AwsSettings(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
     """The `[aws]` table. `proxies` maps `http` and `https` to URLs; the default is the environment's."""
 
     region: str | None = None
-    endpoint_url: str | None = None
+    endpoint_url: Endpoint | None = None
     profile: str | None = None
     credentials: AwsCredentials | None = None
     proxies: dict[str, str] = {}

@@ -253,3 +253,23 @@ def test_a_check_beside_the_running_service_says_so_and_finds_nothing_wrong(path
     finally:
         service.kill()
         service.communicate()
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ('[[upstream]]\nname = "a"\n', "upstream[0]: `mapping` is missing; add [[upstream.mapping]]"),
+        (
+            '[[upstream]]\nname = "a b"\n',
+            'upstream[0].name = "a b": must be 1 to 64 letters, digits and any of _ . -',
+        ),
+        (
+            '[aws]\nendpoint_url = "x"\n',
+            'aws.endpoint_url = "x": must be a URL that begins with http:// or https://',
+        ),
+        ("[log]\n[log]\n", "not valid TOML: Cannot declare `log` twice"),
+    ],
+)
+def test_the_terms_of_libraries_are_put_into_words(path: Path, text: str, what: str) -> None:
+    path.write_text(text)
+    assert any(one.what.endswith(f": {what}") for one in examine(path)[1])

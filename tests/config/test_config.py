@@ -306,7 +306,7 @@ def test_a_segment_larger_than_its_stream_is_refused(path: Path) -> None:
     ("text", "reported"),
     [
         ("[gateway]\nid = \n", "streambridge.toml:2: not valid TOML: Invalid value"),
-        ('[gateway]\nid = "a"\nid = "b"\n', "streambridge.toml:3: not valid TOML: Cannot overwrite a value"),
+        ('[gateway]\nid = "a"\nid = "b"\n', "streambridge.toml:3: not valid TOML: a key is set twice"),
         ("gateway = 1", "streambridge.toml:1: gateway = 1: must be a table, [gateway]"),
         ("[streams]\na = 1", "streambridge.toml:2: streams.a = 1: must be a table, [streams.a]"),
         (

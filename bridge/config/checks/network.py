@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from bridge.access.accounts import Account
 from bridge.access.rules import FILTERS, Rights
-from bridge.config.checks.context import CheckContext, Finding
+from bridge.config.checks.context import CheckContext, Finding, existing
 from bridge.config.tomlfile import Keys
 from bridge.config.tomlstruct import dotted
 from bridge.mqtt.settings import parse_address
@@ -30,7 +30,8 @@ def listeners(context: CheckContext) -> Iterator[Finding]:
     user may not see whether it runs, which is reported for the data directory.
     """
     data_dir = context.config.gateway.data_dir
-    running = is_running(data_dir) or (data_dir.is_dir() and not os.access(data_dir, os.X_OK))
+    there = existing(data_dir)
+    running = is_running(data_dir) or (there.is_dir() and not os.access(there, os.X_OK))
     held: list[socket.socket] = []
     ours: list[Wanted] = []
     try:
