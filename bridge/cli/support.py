@@ -39,6 +39,7 @@ from bridge.cli.options import ConfigOption, data_directory
 from bridge.cli.scrub import Scrubber, secret_files
 from bridge.config import tomlfile
 from bridge.config.settings import DEFAULT_CONFIG, Config, understand
+from bridge.errors import StreamBridgeError
 from bridge.streams import verify as integrity
 from bridge.streams.reader import list_damaged, list_streams
 from bridge.streams.store import is_running
@@ -82,6 +83,8 @@ def support(
     """
     now = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
     path = target if target is not None else Path(f"streambridge-support-{now}.tar.gz")
+    if path.exists():
+        raise StreamBridgeError(f"{path}: this file exists; choose another one with --output")
     files = _files(config, lines, check_messages=check_messages)
     readme = README.format(time=now, host=platform.node())
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

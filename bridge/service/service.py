@@ -41,7 +41,7 @@ from bridge.config.checks import all_mistakes, blockers
 from bridge.config.settings import Config
 from bridge.control.server import ControlFrontEnd
 from bridge.encryption import Keys
-from bridge.errors import ConfigError, CorruptData, StreamBridgeError
+from bridge.errors import ConfigError, CorruptData, EncryptionKeyError, StreamBridgeError
 from bridge.export import cursor
 from bridge.export.supervisor import ExportSupervisor
 from bridge.firehose.frontend import FirehoseFrontEnd
@@ -108,7 +108,7 @@ def start(path: Path) -> None:
         if problems := blockers(path, config):
             raise ConfigError("\n".join(problems))
         run(config)
-    except ConfigError as error:
+    except (ConfigError, EncryptionKeyError) as error:
         raise ConfigError("\n".join(all_mistakes(path, str(error)))) from error
 
 

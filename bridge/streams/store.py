@@ -159,8 +159,9 @@ class StreamStore:
             lock = self._locked(path, os.O_RDONLY | os.O_DIRECTORY)
         except (BlockingIOError, FileExistsError):
             raise DataDirectoryBusy(
-                f"{self.data_dir}: another process writes to this data directory, most likely the service; "
-                "stop that first (`systemctl stop streambridge`)"
+                f"{self.data_dir}: another process writes to this data directory (process "
+                f"{running(self.data_dir) or 'unknown'}), most likely the service; stop that first "
+                "(`systemctl stop streambridge`)"
             ) from None
         return lock
 

@@ -273,3 +273,20 @@ def test_a_check_beside_the_running_service_says_so_and_finds_nothing_wrong(path
 def test_the_terms_of_libraries_are_put_into_words(path: Path, text: str, what: str) -> None:
     path.write_text(text)
     assert any(one.what.endswith(f": {what}") for one in examine(path)[1])
+
+
+def test_a_key_that_stored_data_needs_is_to_be_restored_and_not_made_anew(path: Path) -> None:
+    key = path.parent / "key"
+    path.write_text(QUIET + '[encryption]\nkey_file = "key"\n')
+    (path.parent / "data" / "streams").mkdir(parents=True)
+    for new in (True, False):
+        for command in ("run", "check"):
+            done = streambridge(command, "-c", path)
+            assert done.returncode == 78
+            assert ("`streambridge keys new " in done.stdout + done.stderr) is new
+            assert ("; restore it, since encrypted" in done.stdout + done.stderr) is not new
+        if new:
+            assert streambridge("keys", "new", key).returncode == 0
+            assert streambridge("streams", "create", "x", "encryption=true", "-c", path).returncode == 0
+            assert streambridge("streams", "append", "x", "secret", "-c", path).returncode == 0
+            key.unlink()

@@ -23,7 +23,6 @@ from bridge.access.users import CREATE as CREATE_USERS
 from bridge.access.users import read_users
 from bridge.config.checks.context import CheckContext, Finding, existing, read_only
 from bridge.config.tomlfile import Keys as Place
-from bridge.encryption import CREATE as CREATE_KEY
 from bridge.encryption import Keys
 from bridge.errors import ConfigError, EncryptionKeyError
 from bridge.firehose.settings import FirehoseTls
@@ -34,6 +33,7 @@ from bridge.streams.reader import stream_directories
 
 EXPIRES_SOON = timedelta(days=30)
 LIST_EXPIRES_SOON = timedelta(days=1)
+_KEY: Place = ("encryption", "key_file")
 SECRETS: list[Place] = [
     ("mqtt", "users_file"),
     ("mqtt", "tls", "key"),
@@ -44,7 +44,7 @@ SECRETS: list[Place] = [
     ("firehose", "access_keys_file"),
     ("firehose", "tls", "key"),
     ("aws", "credentials", "iot", "key"),
-    ("encryption", "key_file"),
+    _KEY,
 ]
 _OF_LISTENERS = {  # what [[mqtt.listener]] names too
     ("mqtt", "users_file"),
@@ -54,7 +54,6 @@ _OF_LISTENERS = {  # what [[mqtt.listener]] names too
 }
 CREATE: dict[Place, str] = {  # what to do if the file is missing
     ("firehose", "access_keys_file"): CREATE_KEYS,
-    ("encryption", "key_file"): CREATE_KEY,
     ("greengrass", "tokens_file"): CREATE_TOKENS,
 }
 CERTIFICATES: list[Place] = [
@@ -175,7 +174,9 @@ def secrets(context: CheckContext) -> Iterator[Finding]:
     wrong = dict(_wrong_logins(context))
     for keys, path in _named(context, SECRETS):
         create = CREATE_USERS if keys[-1] == "users_file" else CREATE.get(keys, "")
-        if problem := context.unreadable(path, create.format(path=path)):
+        if keys == _KEY and keys in wrong:  # it knows whether a new key helps, or the old one is needed
+            yield context.error(keys, wrong[keys])
+        elif problem := context.unreadable(path, create.format(path=path)):
             yield context.error(keys, problem)
         elif keys in wrong:
             yield context.error(keys, wrong[keys])
@@ -225,7 +226,7 @@ def _wrong_logins(context: CheckContext) -> Iterator[tuple[Place, str]]:
         if context.config.encryption.key_file is not None and context.knows("gateway", "data_dir"):
             Keys(context.config.gateway.data_dir, context.config.encryption.key_file).check()
     except EncryptionKeyError as error:
-        yield ("encryption", "key_file"), str(error)
+        yield _KEY, str(error)
     try:
         if (tokens := context.config.greengrass.tokens_file) is not None:
             read_tokens("greengrass.tokens_file", tokens)
