@@ -95,7 +95,7 @@ def _what_is_wrong(name: str) -> str:
         )
     if name.startswith(SHARE):
         rest = name.removeprefix(SHARE).partition("/")[2]
-        return f"{SHARE}<group>/ is only for subscriptions; write " + (
+        return f"only the SUBSCRIBE of a client has {SHARE}<group>/; write " + (
             rest if is_topic_filter(rest) else "the filter alone, such as a/#"
         )
     for number, level in enumerate(levels):

@@ -146,8 +146,11 @@ def test_a_start_that_fails_reports_all_mistakes_as_check_does(path: Path) -> No
         ("x" * 5000, "it has 5000 characters and 1 levels; at most 4096 and 64 are possible"),
         ("/" * 99, "it has 99 characters and 100 levels; at most 4096 and 64 are possible"),
         ("a/b\0", "level 2 of 2 has a NUL character; remove it"),
-        ("$share/g/a/#", "$share/<group>/ is only for subscriptions; write a/#"),
-        ("$share/g", "$share/<group>/ is only for subscriptions; write the filter alone, such as a/#"),
+        ("$share/g/a/#", "only the SUBSCRIBE of a client has $share/<group>/; write a/#"),
+        (
+            "$share/g",
+            "only the SUBSCRIBE of a client has $share/<group>/; write the filter alone, such as a/#",
+        ),
     ],
 )
 def test_a_wrong_topic_filter_is_shown_with_the_level_and_a_right_one(
