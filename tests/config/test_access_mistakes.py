@@ -18,7 +18,7 @@ MISTAKES: dict[str, tuple[str, int, str]] = {
     "a deny that denies nothing": ("[[mqtt.acl]]\ndeny = {}\n", 2, "it denies nothing"),
     "a deny of no filters": ("[[mqtt.acl]]\n[mqtt.acl.deny]\nread = []\n", 2, "it denies nothing"),
     "a group in a rule": ('[[mqtt.acl]]\nsubscribe = ["$share/g/a"]\n', 2, "has $share/<group>/; write a"),
-    "a group in a deny": ('[[mqtt.acl]]\ndeny.subscribe = ["$share/g/#"]\n', 2, "has $share/<group>/; write #"),
+    "a group in a deny": ('[[mqtt.acl]]\ndeny.subscribe = ["$share/g/#"]\n', 2, "<group>/; write #"),
     "a placeholder that is none": ('[[mqtt.acl]]\npublish = ["in/%x/#"]\n', 2, "there is no placeholder %x"),
     "a placeholder in capitals": ('[[mqtt.acl]]\nsubscribe = ["in/%U"]\n', 2, "no placeholder %U; write %u"),
     "a placeholder of another broker": (
