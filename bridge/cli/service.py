@@ -42,9 +42,9 @@ Examples:
 def check(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) -> None:
     """Check the configuration and this machine.
 
-    Reports every mistake in the configuration, and problems with ports, directories, disk space, plugins,
-    certificates, secrets and credentials, each with its position and what to do. The exit code is 0 if there
-    are only warnings.
+    Reports every mistake in the configuration, and problems with ports, directories, disk space, memory,
+    plugins, certificates, secrets and credentials, each with its position and what to do. The exit code is 0
+    if there are only warnings.
     """
     from bridge.config.checks import examine
     from bridge.streams.store import running
