@@ -139,7 +139,8 @@ def _sinks(settings: AuditSettings, old: Mapping[str, Sink]) -> dict[str, Sink]:
             found["journald"] = old.get("journald") or JournalSink(settings.journald_socket)
     except OSError as error:
         _close(found, old)
-        raise ConfigError(f"audit: {error}") from error
+        key = "file" if error.filename == str(settings.file) else "journald"
+        raise ConfigError(f"audit.{key}: {error}") from error
     for sink in found.values():
         if isinstance(sink, FileSink):
             sink.bound(settings.max_size, settings.files)

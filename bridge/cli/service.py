@@ -53,8 +53,8 @@ def check(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) ->
     settings, findings = examine(config)
     if (process := running(settings.gateway.data_dir)) is not None:
         output.note(
-            f"note: the service is running on {settings.gateway.data_dir} (process {process or 'unknown'}); the "
-            "addresses it listens on are not tried"
+            f"note: the service is running on {settings.gateway.data_dir} (process {process or 'unknown'}); "
+            "the addresses it listens on are not tried"
         )
     failed = any(finding.level == "error" for finding in findings)
     if as_json:

@@ -84,12 +84,13 @@ def blockers(path: Path, settings: Config) -> list[str]:
 def all_mistakes(path: Path, first: str) -> list[str]:
     """Everything that keeps the service from working, after it has stopped at `first`, one or more lines.
 
-    Lines of `first` that begin with a key, and not with a position, are left out if the checks say more.
+    A line of `first` is left out if a check says the same, or names the same key or file.
     """
     found = [one.what for one in examine(path, remote=False)[1] if one.level == "error"]
-    missing = [
-        line
-        for line in first.splitlines()
-        if line not in found and not any(f" {re.split('[ :]', line)[0]}" in what for what in found)
-    ]
-    return [*missing, *found]
+
+    def is_said(line: str) -> bool:
+        named = re.split("[ :]", line)[0]  # such as mqtt.users_file
+        is_name = "." in named or "/" in named
+        return line in found or (is_name and any(f" {named}" in what for what in found))
+
+    return [*(line for line in first.splitlines() if not is_said(line)), *found]
