@@ -98,6 +98,26 @@ class Syncs:
 
 
 @contextmanager
+def failing_syncs(stream: str) -> Iterator[Syncs]:
+    """Hold the syncs of a stream's files back until `go_on`; then they fail."""
+    syncs, fdatasync = Syncs(), os.fdatasync
+
+    def fail(fd: int) -> None:
+        if f"/streams/{stream}/" in str(Path(f"/proc/self/fd/{fd}").readlink()):
+            syncs.waiting = True
+            syncs.go_on.wait(30)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fdatasync(fd)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fdatasync", fail)
+        try:
+            yield syncs
+        finally:
+            syncs.go_on.set()
+
+
+@contextmanager
 def held_syncs(bridge: Bridge, *, held: bool = True) -> Iterator[Syncs]:
     """Count the syncs of positions, and hold them back if so wanted."""
     syncs, fdatasync = Syncs(), os.fdatasync
@@ -294,6 +314,39 @@ async def test_terminated_and_too_often_delivered_messages_are_in_the_dead_lette
     assert letters[0]["payload"] == base64.b64encode(b"2").decode()
     assert (letters[0]["stream"], letters[0]["export"], letters[0]["topic"]) == ("s", "c", "in/a")
     assert status(bridge).last_exported_sequence_number == 2
+
+
+@bridge_test
+async def test_the_last_delivery_lasts_until_its_deadline_as_all_others_do(bridge: Bridge) -> None:
+    one = await worker(bridge, maxDeliveries=1, ackDeadlineMillis=60_000)
+    await append(bridge, *["in/a"] * 2)
+    assert await one.fetch(2) == first(0, 1)
+    bridge.system.sleep(55)
+    await bridge.manager.refresh()
+    assert await one.ack(ack=[0]) == [], "it is still this worker's"
+    bridge.system.sleep(6)
+    await bridge.manager.refresh()
+    await until(lambda: status(bridge).rejected_messages_count == 1)
+    assert await one.ack(ack=[1]) == [1]
+
+
+@bridge_test
+async def test_a_message_that_cannot_be_rejected_is_delivered_again_although_it_was_due_meanwhile(
+    bridge: Bridge,
+) -> None:
+    bridge.stream("dead", flush_on_write=True)
+    one = await worker(bridge, ackDeadlineMillis=60_000, deadLetterStream="dead")
+    other = await worker(bridge, "other")
+    await append(bridge, "in/a")
+    assert await one.fetch() == first(0)
+    with failing_syncs("dead") as syncs:
+        one.send("ackMessages", consumer="c", terminate=[0])
+        await until(lambda: syncs.waiting)
+        bridge.system.sleep(61)
+        assert await other.fetch() == [], "it is being rejected"
+        syncs.go_on.set()
+        assert "cannot be written" in (await one.reply())["errorMessage"]
+    assert await other.fetch() == first(0, times=2)
 
 
 @bridge_test
