@@ -40,6 +40,7 @@ from benchmarks.testbed.mqtt import (
 )
 from bridge.access.logins import Access
 from bridge.auth.supervisor import Auth
+from bridge.encryption import Keys
 from bridge.model import ExportStatus, MessageStreamDefinition, StrategyOnFull
 from bridge.mqtt import MqttFrontEnd
 from bridge.mqtt.broker.broker import Broker
@@ -131,7 +132,7 @@ class NoWorker:
 
 
 class Bridge:
-    """A front end on a store in a directory."""
+    """A front end on a store in a directory; if that has a file `key`, streams may be encrypted."""
 
     def __init__(
         self,
@@ -159,6 +160,7 @@ class Bridge:
             self.root / "memory",
             on_event=lambda stream, what: None,
             system=self.system,
+            keys=Keys(self.root / "data", key) if (key := self.root / "key").exists() else None,
         )
         self.manager = StreamManager(self.store, self.registry or discovery.load([]), NoExports())
         self.operations = Operations(self.manager, self.allow)

@@ -1,12 +1,19 @@
-"""The journal of sessions while a snapshot takes its place."""
+"""The journal of sessions while a snapshot takes its place, and while it cannot be written."""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from bridge.encryption import new_master
 
 from .harness import Bridge, Client, bridge_test, copied, found_again, full_disk, publish, until
 
@@ -84,3 +91,45 @@ async def test_a_write_that_fails_while_the_journal_is_made_smaller_costs_nothin
             await subscriber.receive()
     async with found_again(bridge, copied(bridge)) as again:
         assert await late_messages(again) == [b"1", b"2", b"3"]
+
+
+@contextmanager
+def no_room_for_keys() -> Iterator[None]:
+    """A full disk that has used up what it keeps for a key."""
+    pwrite = os.pwrite
+
+    def full(fd: int, data: Any, offset: int) -> int:
+        if "/data/keys/" in str(Path(f"/proc/self/fd/{fd}").readlink()):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(fd, data, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        yield
+
+
+@bridge_test(hurry=20)
+async def test_an_encrypted_gateway_starts_on_a_disk_without_room_for_its_key(bridge: Bridge) -> None:
+    (bridge.root / "key").write_text(new_master())
+    await bridge.restart()
+    bridge.stream("secret", "secret", encryption=True)
+    subscriber = await bridge.connect("s", clean=False)
+    await subscriber.subscribe(("plain", 1))
+    taken = copied(bridge)
+    shutil.copy(bridge.root / "key", taken)
+    with no_room_for_keys():
+        again = Bridge(taken, bridge.config, system=bridge.system, hurry=20)
+        await again.start()
+        publisher = await again.connect("p")
+        publisher.send(publish("plain", b"1", 1, 1))
+        closed = await publisher.closed()
+    try:
+        assert closed, "it is not acknowledged"
+        assert again.stat("protocol_errors") == 0
+        publisher = await again.connect("p")
+        await publisher.exchange(publish("plain", b"2", 1, 1))
+        late = await again.connect("s", clean=False)
+        assert (await late.message()).payload == b"1"
+        assert (await late.message()).payload == b"2"
+    finally:
+        await again.stop()

@@ -142,7 +142,11 @@ class JournalFile:
         """Write a body at the end of this turn. Before `open` and after `close` nothing is written."""
         if not self._open:
             return
-        self._buffer += self._framed(body)
+        if not self.failed:  # else the next snapshot has its content
+            try:
+                self._buffer += self._framed(body)
+            except OSError as problem:
+                self._cannot_write(problem)
         if self._write_timer is None:
             self._write_timer = self._runtime.soon(self._write)
 
@@ -275,9 +279,13 @@ class JournalFile:
             self._must_sync()
 
     def _framed(self, body: bytes) -> tuple[bytes, bytes]:
+        """Return a frame in two parts. Raises OSError, for the first one may have to make a key."""
         flag = 0
         if self._sealed and self._keys is not None:
-            flag, body = _SEALED, self._keys.seal(_CONTEXT, b"", body)
+            try:
+                flag, body = _SEALED, self._keys.seal(_CONTEXT, b"", body)
+            except EncryptionKeyError as error:
+                raise OSError(errno.EACCES, str(error)) from None
         return _FRAME.pack(len(body) | flag, crc32(body)), body
 
     # -- snapshots ------------------------------------------------------------
