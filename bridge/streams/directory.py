@@ -150,6 +150,11 @@ class ObsoleteSegments:
         self.pending: list[Path] = []
         self._deleting: list[Path] | None = None  # by a worker thread
 
+    @property
+    def paths(self) -> list[Path]:
+        """Return all such files."""
+        return [*(self._deleting or ()), *self.pending]
+
     def any(self) -> bool:
         """Return whether there are such files."""
         return bool(self._deleting or self.pending)
@@ -183,7 +188,7 @@ class ObsoleteSegments:
         """Delete all, even those that a thread is about to delete; False as in `begin`. Raises OSError."""
         if not self._drops.explains(oldest):
             return False
-        self.delete([*(self._deleting or ()), *self.pending], cut=True)
+        self.delete(self.paths, cut=True)
         self.pending = []
         if self._deleting is not None:
             self._deleting = []

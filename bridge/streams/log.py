@@ -53,6 +53,7 @@ class SegmentLog:
         self._drops, self._clock, self._sealing = drops, clock, sealing
         self.encrypts = meta.settings.encryption  # whether new segments are sealed; `sealing` is needed then
         self.openings: dict[int, int] = {}  # the opening keys of encrypted segments, by first number
+        self._obsolete_openings: dict[Path, int] = {}  # those of obsolete segments
         self._files, self._path, self._meta = files, directory, meta
         self.directory = Directory(files, directory)
         self._stager = Stager(directory, meta.epoch, meta.salt, sealing)
@@ -136,6 +137,16 @@ class SegmentLog:
         if self._sealing is None or not self._sealing.knows(opening):
             what = "no key is configured" if self._sealing is None else self._sealing.missing(opening)
             raise StorageFailed(f"{layout.segment_path(self._path, base)} is encrypted: {what}")
+
+    def all_openings(self) -> set[int]:
+        """The opening keys that files in the directory may need, also those that are about to be deleted.
+
+        A power cut brings back no other files. Raises OSError.
+        """
+        left = set(self.obsolete.paths)
+        self._obsolete_openings = {path: key for path, key in self._obsolete_openings.items() if path in left}
+        self._files.sync_directory(self._path)
+        return {*self.openings.values(), *self._obsolete_openings.values()}
 
     def renew(self) -> None:
         """Continue in a new segment if the encryption of the active one is not as the settings say.
@@ -442,7 +453,10 @@ class SegmentLog:
     def remove_first(self) -> None:
         """Remove the oldest segment, not the active one, from the log. Its files are then obsolete."""
         base = self.first
-        self.obsolete.pending.append(layout.segment_path(self._path, base))
+        path = layout.segment_path(self._path, base)
+        self.obsolete.pending.append(path)
+        if (opening := self.openings.get(base)) is not None:
+            self._obsolete_openings[path] = opening
         self._resize(base, None)
         for item in [item for item in self.closing if item.index.base == base]:
             self.closing.remove(item)

@@ -322,12 +322,15 @@ class StreamStore:
             raise KeyUnavailable(str(error)) from None
 
     def openings(self) -> set[int] | None:
-        """Return the numbers of the opening keys that streams need; None if that is unknown for some."""
+        """Return the numbers of the opening keys that streams need; None if that is unknown for some.
+
+        Raises OSError.
+        """
         if self.unopened:
             return None
         found = set[int]()
         for stream in self.streams.values():
-            found.update(stream.log.openings.values(), recovery.openings_kept(stream.directory, stream.meta))
+            found.update(stream.log.all_openings(), recovery.openings_kept(stream.directory, stream.meta))
         return found
 
     # -- streams ---------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -455,6 +456,7 @@ def test_keys_that_nothing_needs_are_deleted_and_all_others_stay(house: House) -
             stream = store.streams["s"]
             stream.drop_upto(2, DropReason.PURGED)
             assert store.keys.collect(lambda: None) == 0
+            await deleted(stream)
             assert store.keys.collect(store.openings) == 2
             assert payloads(stream) == [b"2"]
             await put(stream, b"3")
@@ -465,6 +467,74 @@ def test_keys_that_nothing_needs_are_deleted_and_all_others_stay(house: House) -
             assert store.keys.collect(store.openings) == 0
         async with house.stream() as stream:
             assert payloads(stream) == [b"2", b"3"]
+
+    run(work())
+
+
+async def deleted(stream: Stream) -> None:
+    """Wait until what was dropped is deleted."""
+    async with asyncio.timeout(60):
+        while stream.obsolete.any():
+            await asyncio.sleep(0.005)
+
+
+def test_a_key_stays_until_what_is_sealed_with_it_is_deleted(house: House, tmp_path: Path) -> None:
+    """A service is killed after its start has dropped old segments, and before it has deleted them."""
+    killed = threading.Event()
+
+    class Late(Files):
+        def unlink(self, path: Path) -> None:
+            if path.suffix == ".seg":
+                killed.wait(60)
+            super().unlink(path)
+
+    async def work() -> None:
+        for n in range(3):
+            async with house.stream() as stream:
+                await put(stream, b"%d" % n)
+        house.files = Late()
+        async with house.store() as store:
+            store.streams["s"].drop_upto(2, DropReason.PURGED)
+            assert store.keys.collect(store.openings) == 0
+            shutil.copytree(house.data_dir, tmp_path / "killed" / "data", symlinks=True)
+            killed.set()
+        found = House(tmp_path / "killed", encrypted=True, key_file=house.key_file)
+        async with found.stream() as stream:
+            assert payloads(stream) == [b"2"]
+            await deleted(stream)
+        async with found.store() as store:
+            assert store.keys.collect(store.openings) == 2
+
+    run(work())
+
+
+def test_a_key_is_deleted_only_once_it_is_certain_that_its_segments_are_gone(house: House) -> None:
+    """The names of deleted segments may come back with a power cut, until their directory is synced."""
+    calls: list[str] = []
+
+    class Noting(Files):
+        def unlink(self, path: Path) -> None:
+            super().unlink(path)
+            if path.suffix == ".seg":
+                calls.append("unlink")
+
+        def sync_directory(self, path: Path) -> None:
+            super().sync_directory(path)
+            if path.name == "s":
+                calls.append("sync")
+
+    async def work() -> None:
+        for n in range(2):
+            async with house.stream() as stream:
+                await put(stream, b"%d" % n)
+        house.files = Noting()
+        async with house.store() as store:
+            store.streams["s"].drop_upto(1, DropReason.PURGED)
+            await deleted(store.streams["s"])
+            assert "unlink" in calls
+            calls.clear()
+            assert store.keys.collect(store.openings) == 1
+            assert calls == ["sync"]
 
     run(work())
 
