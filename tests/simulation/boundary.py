@@ -7,6 +7,7 @@ in a simulated process, and files that are not on the simulated disk, get the re
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import logging
 import os
@@ -171,6 +172,24 @@ def _ftruncate(fd: int, size: int) -> None:
     MACHINE.disk.do_truncate(fd, size)
 
 
+def _flock(fd: int, operation: int) -> None:
+    """Wait for a lock as for one of a thread: who holds it must be able to go on."""
+    kernel = kernels.KERNEL
+    if not _noted(fd) or operation & (fcntl.LOCK_NB | fcntl.LOCK_UN) or kernel is None:
+        _real_flock(fd, operation)
+        return
+    while True:
+        kernel.check_alive()
+        try:
+            _real_flock(fd, operation | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if kernel.thread is None:
+                kernel.step_thread()
+            else:
+                kernel.thread.pause(QUICK)
+
+
 def _fadvise(fd: int, offset: int, size: int, advice: int) -> None:
     if _noted(fd) and advice == os.POSIX_FADV_DONTNEED:
         assert MACHINE.disk is not None
@@ -306,6 +325,7 @@ def leave() -> None:
 
 _real_exit, real_freeze, real_collect = os._exit, gc.freeze, gc.collect
 _real_memfd = os.memfd_create
+_real_flock = fcntl.flock
 
 
 def _call_handlers(self: logging.Logger, record: logging.LogRecord) -> None:
@@ -346,6 +366,7 @@ def install() -> None:
         "_exit": _exit, "urandom": _urandom, "memfd_create": _memfd,
     }.items():  # fmt: skip
         setattr(os, name, made)
+    fcntl.flock = _flock
     shutil.rmtree = _rmtree  # type: ignore[assignment]
     time.monotonic, time.sleep = _monotonic, _sleep
     time.monotonic_ns = lambda: int(_monotonic() * 1e9)

@@ -41,6 +41,7 @@ from . import kernel as kernels
 from .clients import Device, Message
 from .cloud import absent
 from .exports import ExportChecks, rows_of
+from .hands import Hands
 from .lake import LakeChecks
 from .sessions import SessionChecks
 from .settings import FEW
@@ -52,7 +53,23 @@ EXPORTED = ("safe", "plain", "ring")
 ON_THE_WAY = 0.002  # s, of an acknowledgement
 SLACK = 0.5  # s, of a sync that is under way
 START = 0.1  # s, that one takes
-STREAMS = ("safe", "plain", "both", "ring", "memory", "kin", "aged", "ids", "dead", "work", "few", "odd")
+STREAMS = (
+    "safe",
+    "plain",
+    "both",
+    "ring",
+    "memory",
+    "kin",
+    "aged",
+    "ids",
+    "dead",
+    "work",
+    "few",
+    "odd",
+    "fate",
+)
+LETTERS = ("dead", "fate")  # streams of dead letters: they are read after those that have them
+NOTED = 12.0  # s after which a step of the wall clock is on the disk
 AGAIN = 0.03  # s in which what a failed call has left is written again
 
 
@@ -91,6 +108,7 @@ class Checks:
         self.epochs: dict[str, int] = {}
         self.left_out: dict[StreamId, Ranges] = defaultdict(Ranges)  # as objects declare
         self.clocked = any(step.do == "clock" for step in world.plan.steps)
+        self.steps: list[float] = []  # when the wall clock was set
         self.filled = any(step.do in ("full", "refuse") for step in world.plan.steps)
         self._known: dict[bytes, Message] = {}
         self._known_of: dict[str, int] = defaultdict(int)
@@ -107,6 +125,7 @@ class Checks:
         self._recreating = -1  # the connection of the appender on which it is under way
         self.sessions = SessionChecks(world, self)
         self.exports = ExportChecks(world, self)
+        self.labour, self.hands = world.labour, Hands(world)
         self.lake = LakeChecks(world, self)
         self._topics_of_few: dict[int, bytes] = {}  # by number: all that were ever there
         self.first = ""  # what was broken first
@@ -207,7 +226,7 @@ class Checks:
         """Whether a stream syncs before it acknowledges."""
         seed = self.world.plan.seed
         return (
-            stream in ("safe", "kin", "dead", "few", "odd")
+            stream in ("safe", "kin", "few", "odd", *LETTERS)
             or (stream in ("both", "work") and seed % 2 == 1)
             or (stream == "ids" and not seed % 3)
         )
@@ -352,8 +371,9 @@ class Checks:
     def look(self) -> None:
         """Look at all streams."""
         found = self._read()
-        for name in sorted(found, key=lambda name: name != "dead"):  # it was read last
-            if name == "kin" and "dead" not in found:  # it could not be opened, and may have what kin has not
+        for name in sorted(found, key=lambda name: name not in LETTERS):
+            # What could not be opened may have what the other one has not.
+            if {"kin": "dead", "work": "fate"}.get(name, name) not in found:
                 continue
             rows = found[name]
             self._stream(name, rows)
@@ -378,7 +398,7 @@ class Checks:
 
     def _stream(self, name: str, rows: list[tuple[int, bytes, bytes]]) -> None:
         if self.lied:
-            for number, _, payload in rows if name not in ("ids", "dead") else ():
+            for number, _, payload in rows if name not in ("ids", *LETTERS) else ():
                 if self.message(payload) is None:
                     self.broken(f"{name}: number {number} was never sent: {payload!r}")
             return
@@ -393,6 +413,9 @@ class Checks:
             was = seen.get(number)
             if was is None:
                 seen[number] = payload
+                if name == "fate":
+                    letter = json.loads(payload)
+                    self.labour.dead_letter(letter["sequenceNumber"], base64.b64decode(letter["payload"]))
                 row = "g", name, self.epochs[name], number
                 if self.appended.setdefault(row, payload) != payload:
                     if self.exported.get(name, {}).get(number) is not None:
@@ -402,7 +425,7 @@ class Checks:
                     self.appended[row] = payload
             elif was != payload:
                 self.broken(f"{name}: number {number} was {was!r} and is {payload!r}")
-        if name not in ("ids", "dead"):
+        if name not in ("ids", *LETTERS):
             self._sent(name, rows)
         elif name == "ids":
             self._ids(rows)
@@ -521,14 +544,14 @@ class Checks:
                         f"ids: {one.payload!r} was acknowledged at {one.acked - 1000:.6f}, and is gone"
                     )
             return
-        if name in ("ring", "dead", "few"):
+        if name in ("ring", "few", *LETTERS):
             return
         if name == "aged":
             self._not_too_old(there)
             return
         sent = set(self.world.kinesis.records) if name == "kin" else set()
         if name == "work":
-            sent = self.world.labour.done
+            sent = self.world.labour.done | self.world.labour.rejected
         if name == "kin":
             sent |= set(self.dead())
         for payload, message in self.answered(name).items():
@@ -557,10 +580,28 @@ class Checks:
         assert message.acked is not None
         return message.sent[0] if several else message.acked
 
+    def _failed_at(self, *places: str) -> bool:
+        """Whether a call for one of these files has ever failed."""
+        return any(place in path for place in places for _, path in self.world.troubles)
+
+    @property
+    def _passes_for_time(self) -> bool:
+        """Whether a step of the wall clock may pass for time in which the machine was off.
+
+        It does if the power is cut before the step is noted (`bridge.clock`).
+        """
+        world = self.world
+        bad = bool(world.lies) or self._failed_at("/data/clock")
+        return any(
+            at < cut and (bad or self.longest_calm(at, cut) < NOTED + world.disk.syncing(at, cut))
+            for at in self.steps
+            for cut in world.cuts
+        )
+
     def _not_too_old(self, there: set[bytes]) -> None:
         """A message lives as long as its stream says, whatever the wall clock does."""
         world = self.world
-        if self.clocked or self.filled:  # a step just before a power cut passes for time that went by
+        if self._passes_for_time or self._failed_at("/data/clock", "/streams/aged"):
             return
         for device in world.devices:
             for message in device.messages:
@@ -747,6 +788,7 @@ class Checks:
             world._do_stop()
             return
         world.labour.ends = True
+        self.hands.at_rest()
         for _ in range(60):
             if world.kernel.run(self._clients_are_done, QUIET / 12):
                 break
@@ -771,7 +813,11 @@ class Checks:
         else:
             self.broken(f"exports do not catch up: {self._behind()}")
         self.look()
-        if not world.kernel.run(lambda: not world.labour.left(), 60):
+        for _ in range(12):
+            if world.kernel.run(lambda: not world.labour.left(), 5):
+                break
+            self.look()  # what was rejected has a dead letter
+        else:
             self.broken(f"work: no worker has acknowledged {world.labour.left()[0]!r}")
         world.kernel.pass_time(2.0)
         self.guest_got_nothing()

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from random import Random
 
 from .scenes import SCENES, Scene
-from .scenes_of_exports import both, broken, keyed, moved, sampled
+from .scenes_of_exports import both, broken, keyed, moved, paused, sampled
 
 CARDS = [
     scene
-    for scene, weight in {**SCENES, broken: 2, both: 2.5, keyed: 1, moved: 2, sampled: 1}.items()
+    for scene, weight in {**SCENES, broken: 2, both: 2.5, keyed: 1, moved: 2, paused: 1, sampled: 1}.items()
     for _ in range(round(2 * weight))
 ]
 

@@ -111,7 +111,7 @@ class ExportChecks:
             self.forget_positions()
         process, quiet = world.process, all(device.idle for device in world.devices)
         world.reload()
-        if not exact or not world.kernel.run(lambda: process.dead or self._starts_at(stream, start), 1.0):
+        if not exact or not world.kernel.run(lambda: process.dead or self.starts_at(stream, start), 1.0):
             return
         has = {} if process.dead else checks.rows("kin")
         if not has:
@@ -127,7 +127,7 @@ class ExportChecks:
         """The highest number that a stream's export ever began at: a report explains those below."""
         return self._latest.get(stream, 0)
 
-    def _starts_at(self, stream: str, start: int) -> bool:
+    def starts_at(self, stream: str, start: int) -> bool:
         definition = self.world.service._manager.definitions.get(stream)
         if definition is None:  # it could not be opened
             return False

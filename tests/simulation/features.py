@@ -87,6 +87,9 @@ class Features:
     def hire(self, number: int) -> None:
         self._toggle(self.world.workers[number])
 
+    def rehire(self) -> None:
+        self.world.labour.start_over()
+
     def member(self, number: int) -> None:
         self._toggle(self.world.members[number])
 
@@ -119,6 +122,12 @@ class Features:
         world, sizes = self.world, (4 * KIN_SEGMENT, 20 * KIN_SEGMENT)
         world.kin_size = sizes[world.kin_size == sizes[0]]
         world.checks.exports.start_over("kin", share)
+
+    def rest(self, stream: str) -> None:
+        self.world.checks.hands.rest(stream)
+
+    def resume(self) -> None:
+        self.world.checks.hands.resume()
 
     # -- the lake
 

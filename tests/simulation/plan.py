@@ -62,6 +62,16 @@ class Plan:
         return self.seed % 2 == 1
 
     @property
+    def encrypted(self) -> bool:
+        """Whether the streams that sync before they acknowledge, and `both`, are encrypted."""
+        return self.seed % 5 == 1
+
+    @property
+    def deliveries(self) -> int:
+        """How often a message is delivered to workers at most; 0: as often as it takes."""
+        return (0, 2, 4)[self.seed % 3]
+
+    @property
     def age(self) -> int:
         """Seconds that messages of the stream aged live, by a limit or by a time to live (whole segments)."""
         return 4 if self.seed % 2 else 60

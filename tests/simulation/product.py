@@ -161,8 +161,9 @@ class Slow:
                 kernel.check_alive()
             process, thread = kernel.process, kernel.thread
             kernel.process = kernel.thread = None  # it happens elsewhere
-            self._world.requested(self._service)
             try:
+                self._world.requested(self._service)
+                self._world.checks.hands.attempted(name, options)
                 answer = do(**options)
             finally:
                 kernel.process, kernel.thread = process, thread

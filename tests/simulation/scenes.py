@@ -111,6 +111,32 @@ def purged(plan: Plan, random: Random, device: int) -> list[Step]:
     ]
 
 
+def twice(plan: Plan, random: Random, device: int) -> list[Step]:
+    """The service is killed in a purge, perhaps after its record could not be synced; it is purged again."""
+    failing = Step("syncs", (1, "/both"))
+    return [
+        _publish(random, device, "both", 1)._replace(wait=1.5),
+        Step("pause", (0,)),
+        *([failing] if random.random() < 0.5 else []),
+        Step("kill", (random.randrange(12), "calls of the system later")),
+        Step("purge", (), 0.05),
+        Step("purge", (), random.choice((0.02, 0.1))),
+        Step("cut" if plan.cuts else "kill", (random.random() * 0.05, "s later"), 0.3),
+        Step("pause", (0,)),
+    ]
+
+
+def stepped(plan: Plan, random: Random, device: int) -> list[Step]:
+    """The wall clock is set; that is noted, and the power goes: no message is older for it."""
+    return [
+        Step("clock", (random.choice((-1, 1)) * 86_400 * 400,)),
+        Step("pause", (15,)),
+        Step("publish", (device, 5, "aged", 1), 1.7),
+        Step("cut" if plan.cuts else "kill", (0.0, "s later"), 0.1),
+        Step("pause", (0,)),
+    ]
+
+
 def calm(plan: Plan, random: Random, device: int) -> list[Step]:
     """Much is published during slow syncs in the background; long after, the power goes."""
     family = random.choice(("plain", "plain", "ring", "aged"))
@@ -396,8 +422,8 @@ TRIED = (
     "ackMessages", "listStreams", "PUBLISH", "SUBSCRIBE",
 )  # fmt: skip
 SCENES: dict[Scene, float] = {
-    release: 2, half: 2, back: 2, again: 2, calm: 1.5, purged: 1, failed: 1, soon: 1, snapshot: 1, behind: 1,
-    rotation: 2, tail: 1.5, over: 2,
+    release: 2, half: 2, back: 2, again: 2, calm: 1.5, purged: 1, twice: 1, stepped: 1, failed: 1, soon: 1,
+    snapshot: 1, behind: 1, rotation: 2, tail: 1.5, over: 2,
     backlog: 2, dead: 1.5, flood: 1.5, withdrawn: 1.5, rights: 1.5, hoard: 1, room: 1,
     labour: 2.5, shared: 2, topical: 1, missing: 1, lake: 2,
 }  # fmt: skip

@@ -69,6 +69,25 @@ def keyed(plan: Plan, random: Random, device: int) -> list[Step]:
     ]
 
 
+def paused(plan: Plan, random: Random, device: int) -> list[Step]:
+    """An operator pauses exports; they start over, or the gateway ends, and still they rest."""
+    family = random.choice(("kin", "safe"))
+    changes = [
+        Step("redefine", (family, random.choice((0.0, 0.5))), 0.2),
+        Step("update", (), 0.2),
+        end(plan, random),
+    ]
+    return [
+        Step("publish", (device, 20, family, 1), random.choice((0.02, 0.5))),
+        Step("rest", (family,), 0.1),
+        *random.sample(changes, random.choice((1, 2))),
+        Step("pause", (2,)),
+        Step("publish", ((device + 1) % 3, 5, family, 1), 0.5),
+        *([end(plan, random)] if random.random() < 0.5 else []),
+        Step("resume", (), 0.3),
+    ]
+
+
 def moved(plan: Plan, random: Random, device: int) -> list[Step]:
     """An export starts over while it sends, and the stream is full and must free what was sent."""
     moves = [Step("redefine", ("kin", random.choice((0.0, 0.5))))]

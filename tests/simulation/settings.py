@@ -36,6 +36,8 @@ def text(world: World) -> str:
     topics = {name: f"topics = {json.dumps(wanted)}\n" for name, wanted in plan.wanted.items()}
     starts = {name: f"start_sequence_number = {start}\n" for name, start in world.export_starts.items()}
     number = "max_messages = 25" if plan.seed % 3 else "max_messages_per_topic = 20"
+    sealed = "encryption = true\n" if plan.encrypted else ""
+    most = f'max_deliveries = {plan.deliveries}\ndead_letter_stream = "fate"\n' if plan.deliveries else ""
     limits = f"[mqtt.limits]\nqueued_bytes = {QUEUED}\nretained_messages = {RETAINED}\n" if plan.tight else ""
     return f"""
 [gateway]
@@ -49,6 +51,7 @@ users_file = "{world.place}/users"
 allow_anonymous = true
 {"" if plan.open else _rules(world)}
 {limits}
+{f'[encryption]{chr(10)}key_file = "{world.place}/keys"' if plan.encrypted else ""}
 [export]
 threads = {plan.threads}
 plugin_dirs = []
@@ -59,7 +62,7 @@ listen = ""
 [streams.safe]
 topics = ["safe/#"]
 flush_on_write = true
-{small}
+{sealed}{small}
 [[streams.safe.export.s3]]
 identifier = "lake"
 {s3}{starts.get("safe", "")}
@@ -72,7 +75,7 @@ identifier = "lake"
 [streams.both]
 topics = ["safe/both/#", "plain/both/#", "both/#"]
 flush_on_write = {"true" if plan.seed % 2 else "false"}
-{small}
+{sealed}{small}
 [streams.ring]
 topics = ["ring/#"]
 {small}
@@ -89,7 +92,7 @@ flush_on_write = true
 retention = "exported"
 max_size = {world.kin_size}
 segment_size = {KIN_SEGMENT}
-{_sink(world)}{starts.get("kin", "")}
+{sealed}{_sink(world)}{starts.get("kin", "")}
 [streams.aged]
 topics = ["aged/#"]
 {'limits = { max_age = "4s" }' if plan.age < 60 else 'time_to_live = "60s"'}
@@ -104,6 +107,8 @@ segment_size = {WORK_SEGMENT}
 identifier = "pool"
 ack_deadline_millis = {int(DEADLINE * 1000)}
 max_unacknowledged = 60
+{most}{starts.get("work", "")}[streams.fate]
+flush_on_write = true
 [streams.few]
 topics = ["few/#"]
 flush_on_write = true
@@ -112,7 +117,7 @@ limits = {{ max_messages_per_topic = {FEW}, max_bytes = {ROOM_OF_FEW} }}
 [streams.odd]
 topics = ["odd/#"]
 flush_on_write = true
-[[streams.odd.export.kinesis]]
+{sealed}[[streams.odd.export.kinesis]]
 identifier = "sample"
 kinesis_stream_name = "odd"
 batch_size = 8
@@ -179,7 +184,7 @@ user = ""
 publish = ["streambridge/%c/#", "streams/ids", "streams/exact"]
 subscribe = {json.dumps(heard)}
 read = {json.dumps([*heard, "streams/work"])}
-manage = ["streams/both", "streams/exact", "streams/dead", "streams/fresh"]
+manage = ["streams/both", "streams/exact", "streams/dead", "streams/fresh", "streams/safe", "streams/kin"]
 [[mqtt.acl]]
 user = "{GUEST}"
 publish = ["streambridge/%c/#"]

@@ -97,4 +97,35 @@ def unsaved(plan: Plan, random: Random, device: int) -> list[Step]:
     ]
 
 
-SCENES: dict[Scene, float] = {heirs: 1.5, one_is_away: 1, crowded: 1.5, soon: 1.5, unsaved: 1.5}
+def letters(plan: Plan, random: Random, device: int) -> list[Step]:
+    """Messages are rejected, and their dead letters cannot be stored at first."""
+    return [
+        Step("publish", (device, 20, "work", 1), random.choice((0.1, 1.0))),
+        Step(random.choice(("syncs", "refuse")), (random.choice((3, 6, 9)), "/fate")),
+        Step("pause", (random.choice((3, 5)),)),
+        *([_end(plan, random, 0.4)] if random.random() < 0.5 else []),
+        Step("repair", (), 0.5),
+    ]
+
+
+def begun(plan: Plan, random: Random, device: int) -> list[Step]:
+    """A reload moves the start of the consumer, workers go on, and the gateway ends."""
+    return [
+        Step("publish", (device, 20, "work", 1), 0.1),
+        Step("pause", (random.choice((1, 2)),)),
+        Step("rehire", (), random.choice((0.3, 0.6))),
+        *([Step("publish", (device, 5, "work", 1), 0.3)] if random.random() < 0.5 else []),
+        Step("kill", (random.random() * 0.3, "s later"), 0.3),
+        Step("pause", (3,)),
+    ]
+
+
+SCENES: dict[Scene, float] = {
+    heirs: 1.5,
+    one_is_away: 1,
+    crowded: 1.5,
+    soon: 1.5,
+    unsaved: 1.5,
+    letters: 1.5,
+    begun: 1,
+}

@@ -5,12 +5,17 @@
 * A number stands for one message. Its deliveries are counted: each that was seen, and at most those more
   whose answer was lost on the way since the last one. One that the gateway could not save does not count,
   unless the gateway ends before it can: what the disk has refused to sync may be there then.
-* Once all faults have ended, every message that a device got acknowledged was acknowledged by a worker.
+* An acknowledgement that comes before the deadline of the last delivery counts.
+* A message is rejected only if a worker asks for that, or if it was delivered too often; then it has a dead
+  letter, and is delivered to nobody.
+* Once all faults have ended, every message that a device got acknowledged was acknowledged by a worker, or
+  rejected.
 """
 
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -37,7 +42,7 @@ class Delivered:
     asked: float
     count: int
     given_back: bool = False
-    done: float | None = None  # when an acknowledgement was answered
+    done: float | None = None  # when an acknowledgement, or a termination, was answered
     more: int = 0  # deliveries until then that nobody has seen
 
 
@@ -90,6 +95,8 @@ class Worker(Asker):
             self.kernel.later(late, None, self._say, "ack", number)
         elif drawn < 0.85:
             self.kernel.later(late, None, self._say, "nack", number)
+        elif drawn < 0.9 and self._truth.rejects:
+            self.kernel.later(late, None, self._say, "terminate", number)
 
     def _say(self, verdict: str, number: int) -> None:
         if not self.connected:
@@ -97,11 +104,13 @@ class Worker(Asker):
         if verdict == "nack":
             self._truth.given_back(self.name, number)
         else:
-            self._truth.acknowledging(number)
+            self._truth.ending(verdict, number)
+
+        asked = self.kernel.now
 
         def done(answer: dict[str, Any]) -> None:
-            if answer.get("status") == 0 and verdict == "ack":
-                self._truth.acknowledged(number)
+            if answer.get("status") == 0 and verdict != "nack":
+                self._truth.ended(number, asked, applied=number not in answer["notPending"], verdict=verdict)
 
         self.ask("ackMessages", POOL | {verdict: [number]}, done)
 
@@ -118,6 +127,11 @@ class ConsumerChecks:
         self.checks: Checks  # set when it is there
         self.latest: dict[int, Delivered] = {}  # by number
         self.done: set[bytes] = set()  # payloads whose acknowledgement was sent
+        self.rejected: set[bytes] = set()  # payloads that have a dead letter
+        self.rejects = world.plan.deliveries > 0
+        self._endings: Counter[int] = Counter()  # acknowledgements and terminations that were sent
+        self._terminated: set[int] = set()
+        self.since = 0.0  # when the consumer was started over; what was asked before does not count
         self.unanswered = 0  # fetches
         self.unsaved: list[float] = []  # when a fetch was refused
         self._given_back: dict[tuple[str, int], float] = {}  # when, by worker and number
@@ -131,6 +145,8 @@ class ConsumerChecks:
     def delivered(self, worker: str, number: int, payload: bytes, count: int, asked: float) -> None:
         """A fetch was answered."""
         checks, now = self.checks, self.world.kernel.now
+        if asked < self.since:
+            return
         before = self.latest.get(number)
         # It may have given it back for an earlier delivery, while the answer of this one was on its way.
         back = self._given_back.get((worker, number), -1.0) >= asked
@@ -167,19 +183,60 @@ class ConsumerChecks:
 
     def given_back(self, worker: str, number: int) -> None:
         """A worker is about to give a message back: who has it can, and after a start anybody."""
-        latest = self.latest[number]
+        latest = self.latest.get(number)
         self._given_back[worker, number] = self.world.kernel.now
+        if latest is None:
+            return
         if latest.worker == worker or self.world.starts[-1] > latest.asked:
             self.latest[number].given_back = True
 
-    def acknowledging(self, number: int) -> None:
-        """An acknowledgement is about to be sent; it may count without an answer."""
-        self.done.add(self.latest[number].payload)
+    def ending(self, verdict: str, number: int) -> None:
+        """An acknowledgement or a termination is about to be sent; it may count without an answer."""
+        self._endings[number] += 1
+        if verdict == "terminate":
+            self._terminated.add(number)
+        elif (latest := self.latest.get(number)) is not None:
+            self.done.add(latest.payload)
 
-    def acknowledged(self, number: int) -> None:
-        """An acknowledgement was answered."""
-        latest = self.latest[number]
-        latest.done = latest.done or self.world.kernel.now
+    def ended(self, number: int, asked: float, *, applied: bool, verdict: str) -> None:
+        """An acknowledgement or a termination was answered; `applied`: it was the one that counted."""
+        latest, checks, now = self.latest.get(number), self.checks, self.world.kernel.now
+        if latest is None or asked < self.since:
+            return
+        if applied or verdict == "ack":
+            latest.done = latest.done or now
+        held = not latest.given_back and now < latest.asked + DEADLINE - UNSURE
+        alone = self._endings[number] == 1 and (checks.flushed("work") or not checks.losses)
+        if verdict == "ack" and not applied and held and alone and not (checks.lied or self._unsure):
+            checks.broken(f"work: number {number} was acknowledged in time, and that did not count")
+
+    def dead_letter(self, number: int, payload: bytes) -> None:
+        """A message has a dead letter."""
+        self.rejected.add(payload)
+        latest = self.latest.get(number)
+        seen, more = (latest.count, latest.more) if latest is not None else (0, 0)
+        most = seen + self._unseen() - more + self._under_way()
+        if number not in self._terminated and most < self.world.plan.deliveries and not self.since:
+            self.checks.broken(f"work: number {number} was rejected after {seen} deliveries")
+
+    def start_over(self) -> None:
+        """A reload moves the start of the consumer: nothing counts that was before."""
+        world = self.world
+        process = world.process
+        stream = world.service._manager.store.streams.get("work") if process and not process.dead else None
+        if stream is None or stream.next_sequence < 4 or process.calls_left is not None or self.checks.lied:
+            return
+        self.done |= {payload for number, payload in self.checks.rows("work").items() if number < 1}
+        if process.dead:
+            return
+        start = world.export_starts["work"] = 1 - world.export_starts.get("work", 0)
+        self.since = float("inf")
+        world.reload()
+        moved = world.kernel.run(lambda: process.dead or self.checks.exports.starts_at("work", start), 1.0)
+        if moved and not process.dead:  # else nothing is known any more
+            self.since = world.kernel.now
+            self.latest.clear()
+            self._endings.clear()
 
     def left(self) -> list[bytes]:
         """What is acknowledged to devices, and was not acknowledged by a worker."""
@@ -187,5 +244,5 @@ class ConsumerChecks:
         return [
             payload
             for payload, message in checks.answered("work").items()
-            if payload not in self.done and not checks.excused("work", message)
+            if payload not in self.done | self.rejected and not checks.excused("work", message)
         ]

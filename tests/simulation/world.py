@@ -166,6 +166,10 @@ class World:
 
     def _write_config(self) -> None:
         (self.place / "config.toml").write_text(settings.text(self))
+        keys = self.place / "keys"
+        if self.plan.encrypted and not keys.exists():
+            keys.write_text(f"{Random(self.plan.seed).randbytes(32).hex()}\n")
+            keys.chmod(0o600)
         users = self.place / "users"
         users.write_text(settings.users(self))
         users.chmod(0o600)
@@ -381,6 +385,7 @@ class World:
 
     def _do_ntp(self) -> None:
         if not MACHINE.synchronised:
+            self.checks.steps.append(self.kernel.now)
             MACHINE.wall, MACHINE.synchronised = boundary.CLOUD, True
 
     def _do_recreate(self) -> None:
@@ -525,6 +530,7 @@ class World:
             self.restored = True
 
     def _do_clock(self, seconds: float) -> None:
+        self.checks.steps.append(self.kernel.now)
         MACHINE.wall = max(MACHINE.wall + seconds, 0.0)  # Linux refuses a time before 1970
 
     def _do_revoke(self, device: int, family: str) -> None:
