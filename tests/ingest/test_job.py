@@ -216,8 +216,9 @@ def test_the_tail_of_a_gateway_that_was_replaced_is_missing_until_it_is_accepted
     spark: Any, landing: StorageLocation, sink: Sink
 ) -> None:
     gateway, new = Gateway(landing), EPOCH + 10**9
-    gateway.export(0, 89)
-    gateway.report(reported(99, exported=89), reported(9, exported=-1, stream="never exported"))
+    gateway.export(5, 89)
+    gone = reported(99, exported=89, dropped=[[0, 4, "overwritten"]])
+    gateway.report(gone, reported(9, exported=-1, stream="never exported"))
     assert run(spark, landing, sink()).report.total("waiting") == 20
     gateway.export(0, 9, epoch=new)
     gateway.report(reported(9, epoch=new), updated=new)  # its disk died: an empty one, under the same id
@@ -232,9 +233,10 @@ def test_the_tail_of_a_gateway_that_was_replaced_is_missing_until_it_is_accepted
     gateway.export(10, 19, epoch=new)
     gateway.report(reported(19, epoch=new), updated=new + 1)
     report = run(spark, landing, sink()).report  # it is in the state now, and stays there
-    assert (report.total("trimmed"), report.total("missing"), report.complete) == (20, 0, True)
-    assert {hole.reason for stream in report.streams for hole in stream.holes} == {"accepted"}
-    assert numbers(sink()) == sorted([*range(90), *range(20)])
+    assert (report.total("trimmed"), report.total("missing"), report.complete) == (5 + 20, 0, True)
+    reasons = {hole.reason for stream in report.streams for hole in stream.holes}
+    assert reasons == {"accepted", "overwritten"}
+    assert numbers(sink()) == sorted([*range(5, 90), *range(20)])
 
 
 def test_what_is_uploaded_while_a_run_looks_is_never_missing(

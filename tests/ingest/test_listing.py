@@ -281,6 +281,21 @@ def test_a_stale_run_does_not_undo_that_a_repair_wants_a_full_listing(landing: P
     assert repaired.listed is None
 
 
+def test_a_stale_run_does_not_bring_back_an_older_report(landing: Place) -> None:
+    """A faster run has saved a newer one; if the gateway is gone then, only that names its last messages."""
+    gateway = Gateway(landing)
+    gateway.report(reported(9, exported=-1), updated=START)
+    slow = look_around(landing.open(), landing.url, TableState(), NOW)
+    gateway.report(reported(99, exported=-1), updated=START + 1)
+    fast = look_around(landing.open(), landing.url, TableState(), NOW)
+    state = TableState()
+    for listing in (fast, slow):
+        listing.save_reports(state)
+    (stream,) = state.streams.values()
+    assert stream.reported is not None
+    assert (stream.reported.newest, stream.reported.updated) == (99, START + 1)
+
+
 def test_the_state_keeps_what_the_next_run_need_not_list(landing: Place, sink: Sink) -> None:
     gateway = Gateway(landing)
     gateway.export(0, 99)
