@@ -39,6 +39,7 @@ class Disk(Forgetful):
         self.failures = 0  # of the next syncs of files whose names end so
         self.failing = ".seg"
         self.killed = False  # the process is dead, and changes nothing more
+        self.dying = False  # it is killed when it is about to sync a segment
         self.hold = False
         self.reached, self.gate = threading.Event(), threading.Event()
         self._unnamed: set[Path] = set()
@@ -49,6 +50,8 @@ class Disk(Forgetful):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def open(self, path: Path, flags: int) -> int:
+        if flags & os.O_TRUNC:
+            self._alive()
         if flags & os.O_CREAT and not path.exists():
             self._unnamed.add(path)
         return super().open(path, flags)
@@ -57,10 +60,15 @@ class Disk(Forgetful):
         self._alive()
         super().write(fd, parts, offset)
 
-    def sync(self, fd: int) -> None:
+    def truncate(self, fd: int, size: int) -> None:
         self._alive()
+        super().truncate(fd, size)
+
+    def sync(self, fd: int) -> None:
         name = Path(f"/proc/self/fd/{fd}").readlink().name
         segment = name.endswith(".seg")
+        self.killed |= self.dying and segment
+        self._alive()
         try:
             with self._instant:
                 if self.failures and name.endswith(self.failing):
@@ -197,6 +205,28 @@ def test_a_purge_that_was_confirmed_stands_after_a_power_cut_however_syncs_fail(
         async with found.stream() as stream:
             assert payloads(stream) == [b"4" * 500, b"5" * 500]
             assert found.events == []
+
+    run(work())
+
+
+def test_a_duplicate_is_confirmed_only_once_the_first_message_is_on_the_disk(
+    house: House, disk: Disk
+) -> None:
+    """A kill comes between write and sync; the client repeats the append, and then the power fails."""
+
+    async def work() -> None:
+        async with house.store() as store:
+            stream = store.create("s", StorageSettings(flush=True, dedup_window=60_000), b"{}")
+            disk.dying = True
+            with pytest.raises(StorageFailed):
+                await put(stream, b"once", ids=True)
+        disk.dying = disk.killed = False
+        async with house.stream() as stream:
+            assert payloads(stream) == [b"once"], "it is in the page cache"
+            assert await put(stream, b"once", ids=True) == [0]
+            found = disk.power_cut(house)
+        async with found.stream() as stream:
+            assert payloads(stream) == [b"once"]
 
     run(work())
 
