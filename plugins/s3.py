@@ -167,11 +167,12 @@ class S3Exporter(Exporter):
             return
         if state:
             with _reports_lock:
+                now = self.context.monotonic()
                 try:
                     exports = self.context.exports()
                 except Retry as error:  # just started
                     raise Retry(str(error), after=AGAIN, unsent=True) from None
-                self._write_report(exports)
+                self._write_report(exports, now)
         self.context.save_state(state)
 
     def _key(self, batch: Batch) -> str:
@@ -201,15 +202,15 @@ class S3Exporter(Exporter):
         with _reports_lock:
             if not self._report_is_old():
                 return None
-            last = self._written.get(self._destination, -math.inf)
-            wait = last + self.config.report_interval_millis / 1000 - self.context.monotonic()
+            now, last = self.context.monotonic(), self._written.get(self._destination, -math.inf)
+            wait = last + self.config.report_interval_millis / 1000 - now
             if wait > 0:
                 return wait
             try:
                 exports = self.context.exports()
             except Retry:  # just started: a report without one of them would be wrong
                 return AGAIN
-            self._write_report(exports)
+            self._write_report(exports, now)
         return None
 
     def _report_while_busy(self) -> None:
@@ -224,23 +225,24 @@ class S3Exporter(Exporter):
                 return
             self._busy_since = now  # even after a failure: `idle` retries, and reports the error
             try:
-                self._write_report(self.context.exports())
+                self._write_report(self.context.exports(), now)
             except (Retry, Stopped) as error:
                 self.context.log.warning("the gateway report is not up to date: %s", error)
 
     def close(self) -> None:
         with _reports_lock:
             if self._report_is_old():
+                now = self.context.monotonic()
                 try:
-                    self._write_report(self.context.exports())
+                    self._write_report(self.context.exports(), now)
                 except Retry as error:  # the next worker writes it
                     self.context.log.warning("the gateway report is not up to date: %s", error)
 
     def _report_is_old(self) -> bool:
         return self._settled_at > self._written.get(self._destination, -math.inf)
 
-    def _write_report(self, exports: list[Progress]) -> None:
-        now = self.context.monotonic()
+    def _write_report(self, exports: list[Progress], now: float) -> None:
+        """Write a report; `now` is from before these snapshots, for what comes later is not in them."""
         here = [_with_before_start(export) for export in exports if self._same_destination(export.config)]
         document = gateway_report(self.context.gateway, int(self.context.now() * 1000), here)
         key = self._under(report_key(self.context.gateway))

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import threading
 from pathlib import Path
 
 import msgspec
@@ -378,3 +379,48 @@ def test_the_gateway_report_is_written_while_a_backlog_goes_out(bucket: Bucket) 
         seen.append(bucket.reported_exported())
     assert seen == [[], [], [], [2], [2]]  # a minute after the start, without the batch of the moment
     assert bucket.report()["version"]
+
+
+def test_what_is_uploaded_while_the_gateway_report_is_written_is_in_the_next_one(bucket: Bucket) -> None:
+    class Racing(Context):
+        time = 1000.0
+        sent = -1
+        late: threading.Thread | None = None  # is idle while the first report is written
+
+        def monotonic(self) -> float:
+            now = self.time
+            if threading.current_thread() is self.late:
+                entered.set()
+            return now
+
+        def exports(self) -> list[Progress]:
+            exported = self.sent
+            if self.late is None:
+                self.sent, self.time = 0, 1001.0
+                self.late = threading.Thread(target=other.idle)
+                self.late.start()
+                assert entered.wait(60)
+                self.time = 1002.0
+            return [
+                Progress(
+                    stream="stream",
+                    epoch=1,
+                    identifier="up",
+                    config=config,
+                    oldest=0,
+                    newest=0,
+                    exported=exported,
+                    skipped=[],
+                )
+            ]
+
+    context, kind, entered = Racing("gw-1", "stream", 1), discovery.load().exporters["s3"], threading.Event()
+    config = convert_config(kind, bucket.config(reportIntervalMillis=10_000))
+    one, other = kind(config, context), kind(config, context)
+    one.idle()
+    assert context.late is not None
+    context.late.join()
+    assert bucket.reported_exported() == [-1]
+    context.time += 20
+    other.idle()
+    assert bucket.reported_exported() == [0]

@@ -113,13 +113,14 @@ def test_the_interval_counts_the_time_that_has_passed_whatever_the_wall_clock_do
 ) -> None:
     machine = Shifted("the same")
     machine.sleep(-5000)
-    machine.step(stepped)  # until the service starts again
+    machine.step(stepped / 2)  # until the service starts again
 
     def export(name: str, seconds: float) -> dict[str, Any]:
         return {"recorder": [to(recorder, name, lingerMillis=int(seconds * 1000))]}
 
     async def first() -> None:
         async with running(recorder, system=machine) as gateway:
+            machine.step(stepped / 2)
             gateway.create("old", export("old", 4000))
             await gateway.append("old", b"x")
             machine.sleep(3000)
