@@ -18,21 +18,40 @@ from bridge.encryption import new_master
 from .harness import Bridge, Client, bridge_test, copied, found_again, full_disk, publish, until
 
 
+class Held:
+    """A sync that is held back until `gate` is open."""
+
+    def __init__(self) -> None:
+        self.reached, self.gate = threading.Event(), threading.Event()
+
+
 class SlowSnapshots:
     """The disk takes snapshots of the journal when `gate` is open, and not before."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.gate, self.began = threading.Event(), threading.Event()
         self.threads: set[threading.Thread] = set()
+        self.synced: list[str] = []  # the names of files, when their sync begins
+        self._held: dict[str, Held] = {}
         self._sync = os.fdatasync
         patch.setattr(os, "fdatasync", self._slow)
 
     def _slow(self, fd: int) -> None:
-        if Path(f"/proc/self/fd/{fd}").readlink().name == "sessions.new" and not self.gate.is_set():
+        name = Path(f"/proc/self/fd/{fd}").readlink().name
+        self.synced.append(name)
+        if name == "sessions.new" and not self.gate.is_set():
             self.threads.add(threading.current_thread())
             self.began.set()
             self.gate.wait(60)
+        elif (held := self._held.pop(name, None)) is not None:
+            held.reached.set()
+            held.gate.wait(60)
         self._sync(fd)
+
+    def hold(self, name: str) -> Held:
+        """Hold the next sync of a file back."""
+        held = self._held[name] = Held()
+        return held
 
     async def begin(self, publisher: Client, subscriber: Client) -> None:
         """Let the journal grow until a snapshot is under way."""
@@ -71,6 +90,29 @@ async def test_nobody_waits_for_the_disk_while_the_journal_is_made_smaller(bridg
     for taken in (before, after):
         async with found_again(bridge, taken) as again:
             assert await late_messages(again) == [b"1", b"2", b"3"]
+
+
+@bridge_test(hurry=20)
+async def test_what_came_while_the_journal_was_made_smaller_is_synced_without_anything_else(
+    bridge: Bridge,
+) -> None:
+    """It came after the last sync of the new file and of the old one had begun."""
+    subscriber, publisher = await bridge.connect("s", clean=False), await bridge.connect("p")
+    await subscriber.subscribe(("plain", 1))
+    journal = bridge.root / "data" / "mqtt" / "sessions.journal"
+    with pytest.MonkeyPatch.context() as patch:
+        disk = SlowSnapshots(patch)
+        await disk.begin(publisher, subscriber)
+        new, old = disk.hold("sessions.new"), disk.hold("sessions.journal")
+        disk.gate.set()
+        await publisher.exchange(publish("plain", b"1", 1, 1))
+        await until(lambda: new.reached.is_set() and old.reached.is_set())
+        await publisher.exchange(publish("plain", b"2", 1, 2))
+        new.gate.set()
+        await until(lambda: not journal.with_suffix(".new").exists())
+        disk.synced.clear()
+        old.gate.set()
+        await until(lambda: disk.synced, what="the record of the last message is synced")
 
 
 @bridge_test(hurry=20)
