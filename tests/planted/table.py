@@ -38,7 +38,7 @@ def keep(defect: Defect, way: str, found: Found) -> None:
 def rendered(defects: list[Defect], results: Results) -> str:
     """The summary and the table, in Markdown."""
     lines = []
-    for number, title in enumerate(("first", "second"), 1):
+    for number, title in enumerate(("first", "second", "third"), 1):
         some = [defect for defect in defects if defect.set == number]
         lines += [f"The {title} set. {_summary(some, results)}", ""]
         lines += [*_table(some, results), ""]

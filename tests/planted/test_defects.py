@@ -12,12 +12,12 @@ from .defects import ROOMS, ROOT, Defect, load
 DEFECTS = load()
 
 
-def test_there_are_sixty_defects_and_twenty_of_a_second_set_spread_over_the_rooms() -> None:
+def test_there_are_sixty_defects_spread_over_the_rooms_and_two_more_sets() -> None:
     assert len({defect.name for defect in DEFECTS}) == len(DEFECTS)
     first = Counter(defect.room for defect in DEFECTS if defect.set == 1)
     assert (first.total(), len(first)) == (60, 4)
     assert min(first.values()) >= 13
-    assert sum(defect.set == 2 for defect in DEFECTS) == 20
+    assert Counter(defect.set for defect in DEFECTS) == {1: 60, 2: 20, 3: 9}
     assert {defect.room for defect in DEFECTS} == set(ROOMS)
 
 

@@ -127,6 +127,7 @@ class ConsumerChecks:
         self.checks: Checks  # set when it is there
         self.latest: dict[int, Delivered] = {}  # by number
         self.done: set[bytes] = set()  # payloads whose acknowledgement was sent
+        self._payloads: dict[int, bytes] = {}  # of all that was delivered, by number
         self.rejected: set[bytes] = set()  # payloads that have a dead letter
         self.rejects = world.plan.deliveries > 0
         self._endings: Counter[int] = Counter()  # acknowledgements and terminations that were sent
@@ -145,6 +146,7 @@ class ConsumerChecks:
     def delivered(self, worker: str, number: int, payload: bytes, count: int, asked: float) -> None:
         """A fetch was answered."""
         checks, now = self.checks, self.world.kernel.now
+        self._payloads[number] = payload
         if asked < self.since:
             return
         before = self.latest.get(number)
@@ -195,8 +197,8 @@ class ConsumerChecks:
         self._endings[number] += 1
         if verdict == "terminate":
             self._terminated.add(number)
-        elif (latest := self.latest.get(number)) is not None:
-            self.done.add(latest.payload)
+        else:
+            self.done.add(self._payloads[number])
 
     def ended(self, number: int, asked: float, *, applied: bool, verdict: str) -> None:
         """An acknowledgement or a termination was answered; `applied`: it was the one that counted."""

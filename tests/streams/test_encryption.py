@@ -90,6 +90,23 @@ def test_what_is_stored_comes_back_over_restarts(house: House) -> None:
     assert house.events == []
 
 
+def test_a_key_is_on_the_disk_with_its_name_before_anything_is_sealed_with_it(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named: set[str] = set()  # what the directory had when it was synced
+    fsync = os.fsync
+
+    def noted(fd: int) -> None:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        fsync(fd)
+        if path == house.data_dir / "keys":
+            named.update(one.name for one in path.iterdir())
+
+    monkeypatch.setattr(os, "fsync", noted)
+    keys = house.keys()
+    assert f"{keys.own():016x}.key" in named
+
+
 def test_no_key_and_nonce_come_twice_after_truncated_restored_and_doubled_directories(
     house: House, tmp_path: Path
 ) -> None:
