@@ -7,18 +7,23 @@ which every later copy of 16 to 31 bytes in the process takes 0.2 us more.
 
 from __future__ import annotations
 
+from functools import partial
+
 try:
-    from zlib_ng.zlib_ng import compress, crc32, decompressobj
+    from zlib_ng.zlib_ng import compress, compressobj, crc32, decompressobj
 
     _LEVEL = 5  # compresses as well as level 6 of zlib
 except ImportError:  # not built for this processor
-    from zlib import compress, crc32, decompressobj  # type: ignore[assignment]
+    from zlib import compress, compressobj, crc32, decompressobj  # type: ignore[assignment]
 
     _LEVEL = 6
 
-__all__ = ["GZIP", "crc32", "decompressobj", "gzip"]
+__all__ = ["GZIP", "compressor", "crc32", "decompressobj", "gzip"]
 
 GZIP = 31  # the wbits of gzip with the largest window
+_DEFLATED = 8  # the only method
+# As `gzip`, for data in pieces: `compress` and `flush`. The same pieces always give the same bytes.
+compressor = partial(compressobj, _LEVEL, _DEFLATED, GZIP)
 
 
 def gzip(data: bytes) -> bytes:

@@ -29,7 +29,7 @@ import base64
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
@@ -56,7 +56,7 @@ from bridge import (
     Stopped,
     hookimpl,
 )
-from bridge.deflate import gzip
+from bridge.deflate import compressor
 from bridge.filtered import PARQUET_KEY, declaration, with_extra
 from bridge.model import MAX_INT64, MAX_MILLIS, MIB
 from bridge.objectkeys import data_key, report_key
@@ -67,7 +67,7 @@ from bridge.plugin.reports import gateway_report
 
 AGAIN = 0.2  # seconds
 BUSY_REPORT = 60.0  # minimum seconds between gateway reports while a backlog is uploaded
-CHUNK = 1000  # rows
+CHUNK = 250  # rows; their lines usually fit in a buffer that is not mapped anew (`bridge.process`)
 DIGEST = "rows-sha256"  # the key in an object's metadata
 Hint = Annotated[Millis, Meta(ge=1, le=MAX_MILLIS)]
 
@@ -280,10 +280,16 @@ _written: WeakKeyDictionary[Any, dict[tuple[str, str], float]] = WeakKeyDictiona
 Encode = Callable[[Batch], tuple[bytes, str]]  # an object's content and its `rows-sha256`
 
 
+def _pieces(batch: Batch) -> Iterator[bytes]:
+    """The rows as NDJSON, some at a time: all at once would copy the batch, twice as large."""
+    for start in range(0, len(batch.records), CHUNK):
+        yield lines(batch, batch.records[start : start + CHUNK])
+
+
 def _digest(batch: Batch) -> str:
     digest = hashlib.sha256()
-    for start in range(0, len(batch.records), CHUNK):  # all at once would copy the batch
-        digest.update(lines(batch, batch.records[start : start + CHUNK]))
+    for piece in _pieces(batch):
+        digest.update(piece)
     return digest.hexdigest()
 
 
@@ -293,11 +299,14 @@ def _declaration(batch: Batch) -> bytes:
 
 def _ndjson() -> tuple[Encode, str, str]:
     def encode(batch: Batch) -> tuple[bytes, str]:
-        content = lines(batch, batch.records)
-        packed, declared = gzip(content), _declaration(batch)
+        packer, digest, parts = compressor(), hashlib.sha256(), []
+        for piece in _pieces(batch):
+            digest.update(piece)
+            parts.append(packer.compress(piece))
+        packed, declared = b"".join([*parts, packer.flush()]), _declaration(batch)
         if declared:
             packed = with_extra(packed, declared)
-        return packed, hashlib.sha256(content).hexdigest()
+        return packed, digest.hexdigest()
 
     return encode, "ndjson.gz", "application/x-ndjson"
 

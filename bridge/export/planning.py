@@ -210,9 +210,10 @@ class Planner:
 
     def _plan_declared(self, position: int, end: int, config: ExportConfig) -> Plan:
         """The next batch of an exporter that declares what filters leave out."""
+        seen: Sequence[int]
         if self._matching is None:
             found = self._read(position, end, self._records, self._bytes)
-            seen = [record.sequence_number for record in found]
+            seen = _numbers(found)
         else:
             seen, found = self._scan(position, end, MAX_SPAN)
         if not seen:
@@ -442,3 +443,10 @@ def _consecutive(records: list[Record]) -> list[Record]:
         return records
     first = records[0].sequence_number
     return records[: next(n for n, record in enumerate(records) if record.sequence_number != first + n)]
+
+
+def _numbers(records: list[Record]) -> Sequence[int]:
+    """The numbers of records: a range if none is missing, as nearly always."""
+    if records and records[-1].sequence_number - records[0].sequence_number == len(records) - 1:
+        return range(records[0].sequence_number, records[-1].sequence_number + 1)
+    return [record.sequence_number for record in records]
