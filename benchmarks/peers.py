@@ -191,7 +191,7 @@ class Nats(Wire):
 
 
 @contextmanager
-def server(command: list[str], port: int) -> Iterator[None]:
+def server(command: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
     """Run a server until the block ends."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -202,7 +202,7 @@ def server(command: list[str], port: int) -> Iterator[None]:
                     break
             assert time.monotonic() < deadline, f"{command[0]} does not start"
             time.sleep(0.02)
-        yield
+        yield process
     finally:
         process.kill()
         process.wait()
