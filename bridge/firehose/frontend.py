@@ -4,7 +4,9 @@ A request is a POST to `/`. Its signature, then its operation and its body are c
 after the head was. The caller is the user of its key, with the rights of that user. The answer comes once the
 operation is carried out, for records: once they are stored.
 
-While too much is pending for the disk, requests wait. Connections stay open; one has one request at a time.
+While too much is pending for the disk, requests wait, as long as their bodies take no more than
+`HttpLimits.bodies` together. Any more are refused as AWS does under load, and SDKs send them again later.
+Connections stay open; one has one request at a time.
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ from bridge.errors import StreamBridgeError
 from bridge.firehose import replies, signature
 from bridge.firehose.replies import ApiError
 from bridge.firehose.signature import SignatureError
+from bridge.model import KIB
 from bridge.net.addresses import host_and_port, is_loopback
 from bridge.net.httpserver import HttpError, HttpLimits, HttpRequest, HttpResponse, HttpServer
 from bridge.net.limits import ConnectionLimits
 from bridge.net.tls import server_context
 from bridge.operations.catalog import Call
-from bridge.operations.deliveries import DELIVERIES, MAX_BYTES
+from bridge.operations.deliveries import DELIVERIES, MAX_BYTES, Put, PutBatch
 
 if TYPE_CHECKING:
     import ssl
@@ -51,6 +54,7 @@ LIMITS = HttpLimits(
     body_timeout=60.0,
     idle_timeout=60.0,
 )
+MAX_DEFINITION = 256 * KIB  # bytes of a body without records: Python's objects for more take too long
 STOP = 5.0  # seconds that requests have at a stop
 REMEMBERED = 1000  # identities
 
@@ -72,6 +76,8 @@ class FirehoseFrontEnd:
         self.counts: Counter[str] = Counter()
         self._room = asyncio.Event()
         self._room.set()
+        self._waiting = 0  # bytes of the bodies that wait for room
+        self._most_waiting = limits.bodies
         self._server: HttpServer | None = None
         if config.listen:
             self._server = HttpServer(
@@ -161,6 +167,11 @@ class FirehoseFrontEnd:
         operation = DELIVERIES.get(name)
         if operation is None:
             raise ApiError("UnknownOperationException", "x-amz-target names no operation of Firehose")
+        if (
+            operation.request not in (Put, PutBatch)
+            and int(request.headers.get("content-length", 0)) > MAX_DEFINITION
+        ):
+            raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         body = await request.body()
         claim.check(body)
         caller = self._identify(claim.key, request.address)
@@ -168,12 +179,27 @@ class FirehoseFrontEnd:
             asked: Request = msgspec.json.decode(body, type=operation.request)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise replies.wrong_request(error) from None
+        size = len(body)
         del body
         if self._operations.manager.under_pressure:
-            self._room.clear()
-            await self._room.wait()
+            await self._wait_for_room(size)
         result = await self._operations.carry_out(name, operation, Call(self._operations, caller), asked)
         return replies.success(result)
+
+    async def _wait_for_room(self, size: int) -> None:
+        """Wait until streams take records again; raises ApiError if too much waits already."""
+        if self._waiting + size > self._most_waiting:
+            raise ApiError(
+                replies.UNAVAILABLE,
+                "the disk is behind; send the request again later",
+                HTTPStatus.SERVICE_UNAVAILABLE,
+            )
+        self._waiting += size
+        try:
+            self._room.clear()
+            await self._room.wait()
+        finally:
+            self._waiting -= size
 
     def _identify(self, key: AccessKey, address: str) -> Identity:
         found = self._identities.get((key.id, address))

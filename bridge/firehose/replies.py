@@ -99,7 +99,7 @@ def rejection(status: HTTPStatus) -> HttpResponse:
     if status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
         text = (
             f"the body is too large: a request has at most {MAX_RECORDS} records of {MAX_BYTES // MIB} MiB "
-            "together, before base64; put fewer records in each request"
+            "together, before base64; put fewer records in each request. Any other body has at most 256 KiB"
         )
     return refusal(ApiError(code, text, status))
 

@@ -86,7 +86,10 @@ def claim(headers: Mapping[str, str], keys: Mapping[str, AccessKey], now: float)
             "UnrecognizedClientException", "The security token included in the request is invalid."
         )
     _check_time(time, now)
-    signed = parts["SignedHeaders"].split(";")
+    signed = dict.fromkeys(parts["SignedHeaders"].split(";"))
+    if len(";".join(signed)) < len(parts["SignedHeaders"]):
+        # A few kilobytes of names would stand for megabytes to be hashed before anything is proven.
+        raise SignatureError("InvalidSignatureException", "a header is listed twice in SignedHeaders")
     for name in ("host", *(name for name in headers if name.startswith("x-amz-"))):
         if name not in signed:
             raise SignatureError(

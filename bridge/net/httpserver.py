@@ -9,11 +9,11 @@ be rejected because of the head alone.
         request.body() v    | complete
                         BODY
 
-Rejected before a route is called: heads that are too large or too slow, methods that the listener does not
-allow, GET and HEAD with a body, chunked bodies, ambiguous lengths (RFC 9112 section 6.3), and, unless the
-listener allows `any_host`, a Host that is neither an IP address, nor localhost, nor this machine's name. A
-web page can point its own name at our address (DNS rebinding), but its requests then have that name as Host,
-never an address or our name.
+Rejected before a route is called: heads that are too large or too slow or have too many fields, methods that
+the listener does not allow, GET and HEAD with a body, chunked bodies, ambiguous lengths (RFC 9112 section
+6.3), and, unless the listener allows `any_host`, a Host that is neither an IP address, nor localhost, nor
+this machine's name. A web page can point its own name at our address (DNS rebinding), but its requests then
+have that name as Host, never an address or our name.
 
 Unless a listener says otherwise, the headers of every response forbid browsers to embed it, to guess its
 type, to cache it, and to load anything from elsewhere.
@@ -51,6 +51,7 @@ from bridge.net.listening import Listening, listen
 from bridge.net.tlslayer import Handshakes, TlsLayer
 
 JSON = "application/json"
+FIELDS = 100  # of a head: thousands of small ones take h11 milliseconds
 LINGER = 5.0  # the most seconds from our FIN until a connection is closed
 TLS_HANDSHAKE = b"\x16"  # the first byte of a TLS client (RFC 8446, 5.1), and of no HTTP request
 
@@ -360,6 +361,8 @@ class HttpConnection(Flow):
             raise HttpError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         head = bytes(self._unread[:size])
         del self._unread[:size]
+        if head.count(b"\n") > FIELDS + 2:  # the request line and the empty one
+            raise HttpError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         lengths = _LENGTHS.findall(head)
         if len(lengths) > 1 or b"," in b"".join(lengths) or _LOOSE.search(head):
             raise HttpError(HTTPStatus.BAD_REQUEST)
@@ -402,7 +405,8 @@ class HttpConnection(Flow):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if len(self._unread) < self._length:
             await self._receive_body()
-        body = bytes(self._unread[: self._length])
+        with memoryview(self._unread) as unread, unread[: self._length] as part:
+            body = bytes(part)
         del self._unread[: self._length]
         self._length = 0
         return body
