@@ -17,8 +17,9 @@ def sync_directory(directory: Path) -> None:
 
 
 def make_directory(path: Path, sync: Callable[[Path], None] = sync_directory) -> None:
-    """Make a directory of mode 0700, and its parents, if they do not exist; raises OSError.
+    """Make a directory, and its parents, if they do not exist; raises OSError.
 
+    What is made has mode 0700 whatever the umask is: who can write to a parent can replace what is in it.
     Each new directory is synced into its parent. `path` always is: the process that made it may have been
     killed before its sync.
     """
@@ -29,7 +30,7 @@ def make_directory(path: Path, sync: Callable[[Path], None] = sync_directory) ->
         missing.append(one)
     for one in reversed(missing):
         if one != path:
-            one.mkdir(exist_ok=True)
+            one.mkdir(mode=0o700, exist_ok=True)
             sync(one.parent)
     path.mkdir(mode=0o700, exist_ok=True)  # raises if it is something else
     sync(path.parent)

@@ -56,7 +56,7 @@ from typing import Any, NamedTuple
 from bridge import durable
 from bridge.deflate import crc32
 from bridge.errors import CorruptData, EncryptionKeyError
-from bridge.readable import unreadable
+from bridge.readable import read_regular, unreadable
 
 DIRECTORY = "keys"
 ENDING = ".key"
@@ -81,7 +81,7 @@ def read_master(path: Path, remedy: str = CREATE) -> list[bytes]:
     `remedy` is what to do without that file.
     """
     try:
-        text = path.read_text("ascii", "replace")
+        text = read_regular(path)[0].decode("ascii", "replace")
     except OSError as error:
         why = unreadable(path, remedy.format(path=path)) or error
         raise EncryptionKeyError(f"{path}: the key file cannot be read: {why}") from None

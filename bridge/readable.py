@@ -1,10 +1,42 @@
-"""Files that this process must be able to read: why it cannot, and what to do."""
+"""Reads files that the configuration names, and says why a file cannot be read and what to do.
+
+Somebody may have put anything in the place of such a file. Opening a FIFO blocks until somebody writes to it,
+a device may have no end, and a file may be larger than the memory. The service would hang at a reload, or be
+killed. So these count as files that cannot be read. What is checked is the file that was opened, not what its
+path named a moment before.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import pwd
+import stat
 from pathlib import Path
+
+MOST = 64 * 1024 * 1024  # bytes
+
+
+def read_regular(path: Path) -> tuple[bytes, int]:
+    """Return the content and the mode of a regular file of at most `MOST` bytes. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        found = os.fstat(fd)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        content = b"" if found.st_size > MOST else file.read(MOST + 1)
+    if found.st_size > MOST or len(content) > MOST:
+        raise OSError(errno.EFBIG, f"it is larger than {MOST >> 20} MiB", str(path))
+    return content, found.st_mode
+
+
+def ensure_regular(*paths: Path | str | None) -> None:
+    """Raise OSError unless `read_regular` would read these files; None is skipped."""
+    for path in paths:
+        if path is not None:
+            read_regular(Path(path))
 
 
 def user_name(user: int) -> str:
@@ -21,7 +53,7 @@ def unreadable(path: Path, create: str = "", service: int | None = None) -> str:
     `create` is what to do if there is no such file. `service` is the user id of the service, if known.
     """
     try:
-        path.open("rb").close()
+        read_regular(path)
     except FileNotFoundError as error:
         return f"{error.strerror}; {create}" if create else str(error.strerror)
     except IsADirectoryError:

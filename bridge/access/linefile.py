@@ -1,8 +1,8 @@
 """Files with one login per line: users, access keys and tokens.
 
 Blank lines and lines that begin with `#` are ignored. Reading fails closed: a file that is missing, empty,
-not text, writable by its group or others, or, if it has secrets, readable by everybody, is a ConfigError. So
-is a line that cannot be parsed or repeats a login.
+not text, no regular file, writable by its group or others, or, if it has secrets, readable by everybody, is a
+ConfigError. So is a line that cannot be parsed or repeats a login.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from bridge.errors import ConfigError
-from bridge.readable import unreadable
+from bridge.readable import read_regular, unreadable
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -35,8 +35,8 @@ def read_lines(
     file, `empty` for one without entries. `secret`: the file has secrets in plain text.
     """
     try:
-        mode = path.stat().st_mode
-        lines = path.read_text("utf-8").splitlines()
+        content, mode = read_regular(path)
+        lines = content.decode().splitlines()
     except OSError as error:
         raise ConfigError(f"{option} {path}: {unreadable(path, create) or error}") from error
     except UnicodeDecodeError:  # its text quotes the bytes, which may be secret

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bridge.plugin import discovery
-from bridge.readable import unreadable
+from bridge.readable import read_regular, unreadable
 
 FRAGMENTS = "conf.d"
 Keys = tuple[str | int, ...]
@@ -143,7 +143,7 @@ class _UnreadableError(Exception):
 
 def _parse(path: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
     try:
-        text = path.read_bytes().decode()
+        text = read_regular(path)[0].decode()
     except FileNotFoundError:
         sample = discovery.shipped("config") / "streambridge.toml"
         raise _UnreadableError(

@@ -27,7 +27,7 @@ from bridge.net.addresses import host_and_port, is_loopback
 from bridge.net.guests import Guests
 from bridge.net.limits import ConnectionLimits
 from bridge.net.listening import listen
-from bridge.readable import unreadable
+from bridge.readable import read_regular, unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -133,7 +133,7 @@ class GreengrassFrontEnd:
         config = self._config
         if config.token_file is not None:
             try:
-                if shown := config.token_file.read_text(errors="surrogateescape").strip():
+                if shown := read_regular(config.token_file)[0].decode(errors="surrogateescape").strip():
                     users[digest(shown)] = config.user
                 else:
                     log.error("greengrass.token_file is empty: %s", config.token_file)

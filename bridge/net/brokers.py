@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from bridge.readable import unreadable
+from bridge.readable import ensure_regular, read_regular, unreadable
 
 AWS_HOST = re.compile(r"\.iot\.[a-z0-9-]+\.amazonaws\.com(\.cn)?$")
 BRIDGED_BY = "bridged-by"  # the MQTT 5 user property with the id of a gateway that a message has passed
@@ -59,7 +59,7 @@ def read_password(path: Path | str | None, named: Named) -> str | None:
     if path is None:
         return None
     try:
-        return Path(path).read_text(encoding="utf-8").strip()
+        return read_regular(Path(path))[0].decode().strip()
     except OSError as error:
         raise ValueError(f"{named('password_file')} {path}: {unreadable(Path(path)) or error}") from error
     except UnicodeDecodeError:  # its text quotes the bytes, which are secret
@@ -84,6 +84,7 @@ def tls_context(
     if not is_secure(url):
         return None
     try:
+        ensure_regular(ca)
         context = ssl.create_default_context(cafile=ca)  # with `ca`, no other authority counts
     except OSError as error:
         raise ValueError(f"{named('ca')} {ca}: {error.strerror or error}") from error
@@ -108,10 +109,12 @@ def load_certificates(
     """Read the files into a context, for the next connection; raises ValueError."""
     doing = f"{named('ca')} {ca}"
     try:
+        ensure_regular(ca)
         if ca is not None:
             context.load_verify_locations(ca)
         if cert is not None:
             doing = f"{named('cert')} {cert} with {named('key')} {key or 'in it'}"
+            ensure_regular(cert, key)
             context.load_cert_chain(cert, key, password="")  # so that OpenSSL never prompts for one
     except OSError as error:
         raise ValueError(f"{doing}: {error.strerror or error}") from error

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bridge.errors import ConfigError
-from bridge.readable import unreadable
+from bridge.readable import read_regular, unreadable
 
 _BEGIN, _END = "-----BEGIN X509 CRL-----", "-----END X509 CRL-----"
 _INTEGER, _UTC_TIME, _TIME, _SEQUENCE, _VERSION = 0x02, 0x17, 0x18, 0x30, 0xA0
@@ -61,7 +61,7 @@ class Crls(NamedTuple):
 def read_crls(option: str, path: Path) -> Crls:
     """Read the lists in a PEM file. Raises ConfigError, which names the option."""
     try:
-        text = path.read_text("ascii", errors="replace")
+        text = read_regular(path)[0].decode("ascii", errors="replace")
     except OSError as error:
         raise ConfigError(f"{option} {path}: {unreadable(path) or error}") from error
     lists = []

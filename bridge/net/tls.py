@@ -6,7 +6,7 @@ import ssl
 from pathlib import Path
 
 from bridge.errors import ConfigError
-from bridge.readable import unreadable
+from bridge.readable import ensure_regular, unreadable
 
 TICKETS = 1  # session tickets per handshake; a device has one connection, and 2 would cost 20 us more
 
@@ -23,6 +23,7 @@ def server_context(
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.num_tickets = TICKETS
     try:
+        ensure_regular(cert, key, client_ca, crl)
         context.load_cert_chain(cert, key)
         if client_ca is not None:
             context.load_verify_locations(client_ca)

@@ -31,6 +31,7 @@ import msgspec
 
 from bridge.clock import NAME as CLOCK
 from bridge.clock import Clock, System
+from bridge.durable import make_directory
 from bridge.encryption import Keys, is_used
 from bridge.errors import (
     DataDirectoryBusy,
@@ -189,7 +190,7 @@ class StreamStore:
     def _prepare_memory(self, memory_dir: Path, linked: bool) -> Path:
         """Create the directory of memory streams, and a link to it."""
         link = self.data_dir / MEMORY
-        memory_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(memory_dir, lambda _: None)  # nothing in it survives a power cut
         found = memory_dir.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
             # In a shared directory such as /dev/shm, another user may have created it.

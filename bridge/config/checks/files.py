@@ -28,6 +28,7 @@ from bridge.errors import ConfigError, EncryptionKeyError
 from bridge.firehose.settings import FirehoseTls
 from bridge.mqtt.settings import TlsSettings
 from bridge.net.crl import read_crls
+from bridge.readable import read_regular
 from bridge.streams.layout import FULL, STREAMS
 from bridge.streams.reader import stream_directories
 
@@ -100,6 +101,12 @@ def directories(context: CheckContext) -> Iterator[Finding]:
             what = f"no directory can be created in {parent}: {why}; choose another path"
         if what:
             yield context.error(("gateway", key), what)
+        elif not missing and wanted.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            yield context.warning(
+                ("gateway", key),
+                f"users other than its owner can write to {wanted}, and so replace what is stored; "
+                f"chmod go-w {wanted}",
+            )
 
 
 def _cannot_create(parent: Path, missing: Sequence[str]) -> str:
@@ -368,7 +375,7 @@ def validity(path: Path) -> tuple[datetime, datetime]:
 
     The two times follow each other in a certificate (RFC 5280, 4.1), so a regular expression finds them.
     """
-    text = path.read_text(errors="replace")
+    text = read_regular(path)[0].decode(errors="replace")
     begin, end = text.find(ssl.PEM_HEADER), text.find(ssl.PEM_FOOTER)
     if begin < 0 or end < 0:
         raise ValueError(f"{path} contains no PEM certificate (-----BEGIN CERTIFICATE-----)")
