@@ -116,7 +116,8 @@ class Limits(Struct, frozen=True, kw_only=True):
                           above it, the user who has most loses messages that wait, the oldest first, and
                           without any, sessions. Clients without a user name count by address
     session_expiry_interval   how long a session may outlive its connection at most
-    messages_per_second   of one connection; 0 is no limit; a faster one is read more slowly
+    messages_per_second   of one connection; 0 is no limit; a faster one is read more slowly. SUBSCRIBE,
+                          UNSUBSCRIBE and PINGREQ count too
     subscriptions         topic filters of one client; together they may have 256 times as many characters
     retained_messages     retained messages in all, and their bytes (retained_bytes). One too many takes
                           the place of the one that was set first by the user who has most; from that user

@@ -1,9 +1,11 @@
 """Budgets: what all connections of a user, of an address, or of a network may use together.
 
 A budget has a `Meter` for each connected user, address or network, which its connections share. A read from a
-socket pays for its bytes at once, and for its messages as they are handled. Each payment moves the time up to
-which the meter is paid. If that is more than `BURST` seconds ahead of now, the connection is not read, and
-what was read is not handled, until then. TCP makes the client wait, and nothing is lost.
+socket pays for its bytes at once, and for its messages and requests (SUBSCRIBE, UNSUBSCRIBE, PINGREQ) as they
+are handled. Acknowledgements cost nothing but their bytes: how many there are, others decide. Each payment
+moves the time up to which the meter is paid. If that is more than `BURST` seconds ahead of now, the
+connection is not read, and what was read is not handled, until then. TCP makes the client wait, and nothing
+is lost.
 
     within --ahead by more than BURST--> over --less than half of that at a payment--> within
                                           |

@@ -17,6 +17,7 @@ from bridge.mqtt.server.connection import Connection
 from bridge.mqtt.server.websocket import WebSocket
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5
+from bridge.net.budgets import Budget
 from tests.fakes.byhand import Transport, World
 from tests.mqtt.harness import (
     PLAIN,
@@ -344,3 +345,42 @@ def test_one_read_full_of_tiny_frames_keeps_nobody_waiting(tmp_path: Path) -> No
     flood.data_received(frame(b"\xe0\0") + frame(b"", 8))
     world.run()
     assert socket.closed
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"\xc0\0", b"\xd0\0"),
+        (subscribe(7, ("a/b", 0), level=V5), b"\x90\4\0\7\0\0"),
+        (unsubscribe(7, "a/b", level=V5), b"\xb0\4\0\7\0\x11"),
+    ],
+)
+def test_requests_that_are_no_messages_cost_the_same_of_a_budget(
+    tmp_path: Path, sent: bytes, answer: bytes
+) -> None:
+    """They cost nothing: one client took all the time that there was with pings."""
+    budget = Budget(name="all", per="address", messages_per_second=50, disconnect_after=0)
+    world = World(tmp_path, budget=[budget])
+    wire = world.connect(connect("flood", level=V5, properties=PLAIN))
+    assert wire.got()[:1] == b"\x20"
+    wire.send(sent * 200)
+    assert 50 <= len(wire.got()) // len(answer) <= 52
+    assert not wire.transport.reading
+    seconds = 0
+    while not wire.transport.reading:
+        world.run(1.0)
+        assert len(wire.got()) // len(answer) <= 60
+        seconds += 1
+    assert 3 <= seconds <= 5
+
+
+def test_acknowledgements_cost_nothing_of_a_budget_of_messages(tmp_path: Path) -> None:
+    """A device does not decide how many messages it gets, and so how many it acknowledges."""
+    budget = Budget(name="all", per="address", messages_per_second=50, disconnect_after=0)
+    world = World(tmp_path, budget=[budget])
+    wire = world.connect(connect("device", level=V5, properties=PLAIN))
+    assert wire.got()[:1] == b"\x20"
+    wire.send(b"".join(ack(0x40, number) for number in range(1, 1_000)))
+    wire.send(b"\xc0\0")
+    assert wire.got() == b"\xd0\0"
+    assert wire.transport.reading

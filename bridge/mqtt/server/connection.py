@@ -69,6 +69,7 @@ ROUTES = 4_096  # topics whose routes a connection remembers
 USUAL_TOPIC = 128  # bytes; longer topics are not remembered
 LOOK_AGAIN = 60.0  # seconds; how late an expired login may be noticed after the clock was set
 REFUSED = 5  # a PUBLISH that is refused, or that takes more than one append, costs as much as 5 small packets
+REQUEST = 0x80  # SUBSCRIBE, UNSUBSCRIBE and PINGREQ: the client decides how many, as with PUBLISH
 EXPENSIVE = 0x80  # SUBSCRIBE and UNSUBSCRIBE, with the bits in which they differ masked by 0xD0
 
 
@@ -376,7 +377,7 @@ class Connection(Source):
     def _packets(self, d: bytes) -> int:
         """Handle the complete packets in `d`. Returns their size in bytes."""
         shared, broker, state = self.connections, self.broker, self.state
-        size, pos, published, small = len(d), 0, 0, 0
+        size, pos, published, asked, small = len(d), 0, 0, 0, 0
         most = self.metering.messages_left() if self.pays else size
         router, turns = broker.router, broker.turns
         if self.epoch != router.epoch or len(self.routes) > ROUTES:
@@ -481,6 +482,9 @@ class Connection(Source):
                     self.traffic.other_bytes += end - pos
                     pos = end  # it counts as received even if handling fails
                     if state is OPEN:
+                        if head >= REQUEST:
+                            asked += 1
+                            most -= 1
                         control.handle(self, batch, head, d[body:end])
                         if self.state is CLOSED:
                             return size
@@ -501,7 +505,7 @@ class Connection(Source):
             traffic.received_bytes += pos
             self.inbox.put(batch)
             if self.pays:
-                self.metering.pay_handled(self, published, pos)
+                self.metering.pay_handled(self, published + asked, pos)
         return pos
 
     def _route(self, topic: bytes) -> Route | None:
