@@ -308,6 +308,12 @@ class TlsLayer(asyncio.Transport, asyncio.Protocol):
         if self._linger is not None:
             self._linger.cancel()
         self._protocol.connection_lost(exc)
+        # The layer and its protocol refer to each other, so what OpenSSL holds, 50 KB in a handshake, would
+        # stay until Python looks for such cycles. It counts objects, not bytes: a flood is faster.
+        if self._ssl is not None:
+            self._ssl = None
+            del self._read, self._write
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
 
     # -- as the transport of the protocol ------------------------------------------------------------
 
