@@ -1,5 +1,8 @@
 """HTTP over the link: connections of botocore that are paced and notice that they are dead (see `link`).
 
+botocore reads a whole answer into the memory before it looks at it, so one of more than `LARGEST` bytes ends
+its connection.
+
 botocore has no setting for the class of its connections. Its HTTP session has a table of pools by scheme, and
 `put_over` replaces those.
 """
@@ -7,9 +10,12 @@ botocore has no setting for the class of its connections. Its HTTP session has a
 from __future__ import annotations
 
 import errno
+import io
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from botocore.awsrequest import (
@@ -20,6 +26,12 @@ from botocore.awsrequest import (
 )
 
 from bridge.plugin.link import Link, Meter, prepare, probe
+
+LARGEST = (
+    16 * 1024 * 1024
+)  # bytes of an answer with its head; those to exporters have some hundred KB at most
+
+log = logging.getLogger(__name__)
 
 # The errors with which TCP_USER_TIMEOUT ends a connection; the last two if a router has answered.
 DEAD = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
@@ -38,10 +50,42 @@ def _pool(pool: Any, connection: Any, link: Link) -> Any:
     return type(pool.__name__, (pool,), {"ConnectionCls": made})
 
 
+class _Bounded(io.RawIOBase):
+    """What a socket receives of one answer. Raises ConnectionError when it is too much."""
+
+    def __init__(self, raw: io.RawIOBase) -> None:
+        super().__init__()
+        self._raw, self._left = raw, LARGEST
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        found = self._raw.readinto(buffer)
+        self._left -= found or 0
+        if self._left < 0:
+            log.warning("an answer of more than %d MiB was cut off", LARGEST >> 20)
+            raise ConnectionResetError(errno.ECONNRESET, "the answer is too large")
+        return found
+
+    def close(self) -> None:
+        if not self.closed:
+            self._raw.close()
+        super().close()
+
+
+def _bounded(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Make an answer that is read to `LARGEST` bytes."""
+    answer = make(*args, **options)
+    answer.fp = io.BufferedReader(_Bounded(answer.fp.detach()))
+    return answer
+
+
 class _OverLink:
     """What a connection class of urllib3 gets in addition. It stands before that class."""
 
     over: Link
+    response_class: Any
     sock: Any
     auto_open: int
     _meter: Meter | None = None
@@ -77,8 +121,13 @@ class _OverLink:
 
     def getresponse(self, *args: Any, **options: Any) -> Any:
         """The answer, as far as its head."""
-        with self._watching():
-            answer = super().getresponse(*args, **options)  # type: ignore[misc]
+        made = self.response_class  # botocore's own after a request with `Expect: 100-continue`
+        self.response_class = partial(_bounded, made)
+        try:
+            with self._watching():
+                answer = super().getresponse(*args, **options)  # type: ignore[misc]
+        finally:
+            self.response_class = made
         self._used_at = time.monotonic()
         if self.sock is not None:
             self._probe(on=False)
