@@ -11,6 +11,8 @@ What it promises, as asyncio's transports do:
 * `data_received` in order and not before the handshake is over, `connection_lost` once, at the end.
 * `close` sends what was written and a close_notify, and reads on for a moment: a socket that is closed with
   unread bytes is reset, and the peer would lose our last ones (RFC 9112 section 9.6). `abort` does not.
+* OpenSSL sees a ClientHello when all of it is there, and it is of a usual size: OpenSSL reserves what is
+  announced, up to 128 KB. So does a second one, after a HelloRetryRequest (RFC 8446 section 4.1.4).
 * A peer that ends without a close_notify has ended all the same: MQTT and HTTP know where a message ends.
 """
 
@@ -34,6 +36,8 @@ Done = Callable[[BaseException | None], None]
 RECORD = 1 << 16  # bytes; a TLS record has at most 2^14 (RFC 8446 section 5.1), so a read takes a whole one
 PIECE = 1 << 14  # bytes given to OpenSSL at a time: its buffers stay as large as they once were
 EARLY = 1 << 16  # bytes that may wait while a step of the handshake is under way
+HELLO, RECORDS = 1 << 14, 8  # the most bytes of a ClientHello, of usually 0.3 to 2 KB, and its records
+RETRY = bytes.fromhex("cf21ad74e59a6111be1d8c021e65b891c2a211167abb8c5e079e09e2c8a8339c")  # section 4.1.3
 LINGER = 1.0  # seconds for the peer to close after our close_notify
 AT_A_TIME = 32  # handshakes in front of the thread: enough that it need not wait for the event loop
 TOGETHER = 0.005  # seconds after which the event loop hears what the thread has done
@@ -118,13 +122,37 @@ class Handshaking(Protocol):
         """It has failed, as an ssl.SSLError says, or the peer has gone; the layer closes the connection."""
 
 
+def hello_is_whole(data: bytes | bytearray) -> bool | None:
+    """Whether OpenSSL may see this: a whole ClientHello, or what is none, so that it says why.
+
+    None: more must come. False: it is too large.
+    """
+    message, at = bytearray(), 0
+    for _ in range(RECORDS):
+        if data[at : at + 1] not in (b"", b"\x14", b"\x16"):  # change_cipher_spec may stand before it
+            return True
+        if len(data) - at < 5:
+            return None
+        end = at + 5 + (data[at + 3] << 8 | data[at + 4])
+        if data[at] == 0x16:
+            message += data[at + 5 : end]
+        if len(message) >= 4:
+            if message[0] != 1:
+                return True
+            size = int.from_bytes(message[1:4])
+            if size > HELLO or len(message) >= 4 + size:
+                return size <= HELLO
+        at = end
+    return None if at > len(data) else False
+
+
 class TlsLayer(asyncio.Transport, asyncio.Protocol):
     """The server's side of one TLS connection."""
 
     __slots__ = (
         "_begun", "_busy", "_closing", "_context", "_early", "_ended", "_handshakes", "_handshaking", "_held",
-        "_incoming", "_linger", "_lost", "_open", "_outgoing", "_protocol", "_read", "_ssl", "_transport",
-        "_turn", "_write",
+        "_hello_due", "_incoming", "_linger", "_lost", "_open", "_outgoing", "_protocol", "_read", "_ssl",
+        "_transport", "_turn", "_write",
     )  # fmt: skip
 
     def __init__(
@@ -141,6 +169,7 @@ class TlsLayer(asyncio.Transport, asyncio.Protocol):
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._ssl: ssl.SSLObject | None = None
         self._early = bytearray()  # read, but OpenSSL is busy or has no turn yet
+        self._hello_due = True  # what comes next is a ClientHello
         self._begun = False  # the handshake: something was answered
         self._busy = False  # a step of it waits or is under way
         self._open = False  # it is over
@@ -155,6 +184,18 @@ class TlsLayer(asyncio.Transport, asyncio.Protocol):
 
     def _shake(self) -> None:
         """Something has come: go on, or wait for the turn to begin."""
+        if self._hello_due:
+            if (whole := hello_is_whole(self._early)) is None:
+                if self._ended:
+                    self._transport.close()
+                return
+            if not whole:
+                error = ssl.SSLError(1, "the ClientHello is too large")
+                error.reason = "CLIENT_HELLO_TOO_LARGE"  # as OpenSSL's errors have one
+                self._give_up(error)
+                self.close()
+                return
+            self._hello_due = False
         self._busy = True
         if self._begun:
             self._step()
@@ -199,6 +240,7 @@ class TlsLayer(asyncio.Transport, asyncio.Protocol):
             return
         if answer := self._outgoing.read():
             self._begun = True
+            self._hello_due = RETRY in answer
             self._transport.write(answer)
         if error is None:
             self._open = True
