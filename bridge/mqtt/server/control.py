@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from bridge.mqtt.server.states import OPEN, TRANSITIONS, Event
 from bridge.mqtt.wire import answers
@@ -38,14 +38,40 @@ from bridge.mqtt.wire.packets import (
 from bridge.topics import unshared
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable
 
-    from bridge.mqtt.broker.inbox import Batch
+    from bridge.mqtt.broker.broker import Broker
+    from bridge.mqtt.broker.inbox import Batch, Inbox
     from bridge.mqtt.broker.sessions import Session
-    from bridge.mqtt.server.connection import Connection
+    from bridge.mqtt.server.asking import Asking
 
 
-def handle(conn: Connection, batch: Batch, head: int, body: bytes) -> None:
+class Client(Protocol):
+    """A connection; `connection.Connection` is one."""
+
+    broker: Broker
+    inbox: Inbox
+    level: int
+    asking: Asking | None
+    transport: asyncio.Transport
+
+    @property
+    def session(self) -> Session | None: ...
+
+    @property
+    def most_filters(self) -> int: ...
+
+    def send(self, data: bytes) -> None: ...
+
+    def answer(self, data: bytes) -> None: ...
+
+    def count_filters(self) -> None: ...
+
+    def disconnected(self, *, will: bool) -> None: ...
+
+
+def handle(conn: Client, batch: Batch, head: int, body: bytes) -> None:
     """Handle one packet by the table. A packet that the table lacks is an error (MQTT-2.2.2-2)."""
     if conn.level == V31 and head in (0x6A, 0x8A, 0xAA):
         head &= 0xF7  # in MQTT 3.1 PUBREL, SUBSCRIBE and UNSUBSCRIBE may have DUP
@@ -57,29 +83,29 @@ def handle(conn: Connection, batch: Batch, head: int, body: bytes) -> None:
     handler(conn, conn.session, batch, body)
 
 
-def puback(conn: Connection, session: Session, _batch: Batch, body: bytes) -> None:
+def puback(conn: Client, session: Session, _batch: Batch, body: bytes) -> None:
     """The client has a message of QoS 1."""
     session.outbox.puback(parse_ack(PUBACK, body, conn.level)[0])
     _acknowledge_at_once(conn, session)
 
 
-def pubrec(conn: Connection, session: Session, _batch: Batch, body: bytes) -> None:
+def pubrec(conn: Client, session: Session, _batch: Batch, body: bytes) -> None:
     """The client has a message of QoS 2: answer with PUBREL."""
     session.outbox.pubrec(*parse_ack(PUBREC, body, conn.level))
 
 
-def pubrel(conn: Connection, _session: Session, batch: Batch, body: bytes) -> None:
+def pubrel(conn: Client, _session: Session, batch: Batch, body: bytes) -> None:
     """The client forgets a packet id of its own: answer with PUBCOMP."""
     conn.broker.released(batch, parse_ack(PUBREL, body, conn.level)[0])
 
 
-def pubcomp(conn: Connection, session: Session, _batch: Batch, body: bytes) -> None:
+def pubcomp(conn: Client, session: Session, _batch: Batch, body: bytes) -> None:
     """The exchange for a message of QoS 2 has ended."""
     session.outbox.pubcomp(parse_ack(PUBCOMP, body, conn.level)[0])
     _acknowledge_at_once(conn, session)
 
 
-def subscribe(conn: Connection, _session: Session, _batch: Batch, body: bytes) -> None:
+def subscribe(conn: Client, _session: Session, _batch: Batch, body: bytes) -> None:
     """Subscribe, after plugins have been asked about the topic filters."""
     packet_id, requests, properties = parse_subscribe(body, conn.level, conn.most_filters)
     asking = conn.asking
@@ -100,7 +126,7 @@ def subscribe(conn: Connection, _session: Session, _batch: Batch, body: bytes) -
         subscribe_allowed()
 
 
-def unsubscribe(conn: Connection, session: Session, _batch: Batch, body: bytes) -> None:
+def unsubscribe(conn: Client, session: Session, _batch: Batch, body: bytes) -> None:
     """Unsubscribe."""
     packet_id, filters = parse_unsubscribe(body, conn.level, conn.most_filters)
     codes = conn.broker.unsubscribe(session, filters)
@@ -108,14 +134,14 @@ def unsubscribe(conn: Connection, session: Session, _batch: Batch, body: bytes) 
     conn.answer(answers.unsuback(conn.level, packet_id, codes))
 
 
-def pingreq(conn: Connection, _session: Session, _batch: Batch, body: bytes) -> None:
+def pingreq(conn: Client, _session: Session, _batch: Batch, body: bytes) -> None:
     """Answer with PINGRESP."""
     if body:
         raise _not_allowed(PINGREQ, body, MALFORMED)
     conn.send(bytes((PINGRESP, 0)))
 
 
-def disconnect(conn: Connection, session: Session, _batch: Batch, body: bytes) -> None:
+def disconnect(conn: Client, session: Session, _batch: Batch, body: bytes) -> None:
     """Close the connection. The will is published unless the client gives no reason or reason 0."""
     reason, properties = parse_disconnect(body, conn.level)
     expiry = properties.get(p.SESSION_EXPIRY)
@@ -126,7 +152,7 @@ def disconnect(conn: Connection, session: Session, _batch: Batch, body: bytes) -
     conn.disconnected(will=reason != SUCCESS)  # (MQTT 5 section 3.14.4-3)
 
 
-def _acknowledge_at_once(conn: Connection, session: Session) -> None:
+def _acknowledge_at_once(conn: Client, session: Session) -> None:
     """If nothing is left to send, make the kernel send its TCP acknowledgement now.
 
     The kernel waits 40 ms for data that could carry it. A client without TCP_NODELAY holds its next small
@@ -144,6 +170,6 @@ def _not_allowed(head: int, body: bytes, reason: int) -> ProtocolError:
     return ProtocolError(f"a packet that no client may send: {head:#04x}, {len(body)} bytes", reason)
 
 
-_HANDLERS: dict[int | Event, Callable[[Connection, Any, Batch, bytes], None]] = {
+_HANDLERS: dict[int | Event, Callable[[Client, Any, Batch, bytes], None]] = {
     row.on: globals()[row.handler] for row in TRANSITIONS if row.state is OPEN and row.handler
 }
