@@ -7,9 +7,9 @@ precedence:
 * trimmed      deleted from the table on purpose, which an operator has accepted
 * trimmed      left out by a filter of the export, as an object in the table's state declares (`filtered`)
 * waiting      in an object that no run has taken yet
-* trimmed      dropped by the gateway, on purpose (overwritten, expired, purged, filtered)
 * quarantined  in an object that was refused
 * unreadable   in an object that this run could not read; the next run tries it again
+* trimmed      dropped by the gateway, on purpose (overwritten, expired, purged, filtered)
 * waiting      not uploaded by the gateway yet
 * missing      none of these, or damaged or dropped without explanation according to the gateway: lost
 
@@ -353,12 +353,14 @@ def _causes(
     dropped = reported.dropped if reported else ()
     joined = [drop for drop in dropped if drop[2].startswith(JOINED)]
     yield "trimmed", ACCEPTED, removed
+    # An object counts before the gateway's report: the gateway may have lost what it had uploaded, or left it
+    # out when an export began again.
     yield "waiting", UPLOADED, uploaded
+    yield "quarantined", "", refused
+    yield "unreadable", "", held
     for first, last, reason in dropped:
         if not reason.startswith(JOINED):
             yield "missing" if reason in LOSSES else "trimmed", reason, [(first, last)]
-    yield "quarantined", "", refused
-    yield "unreadable", "", held
     if reported and (pending := reported.pending()):
         kind, reason = ("missing", GONE) if gone else ("waiting", "")
         yield kind, reason, pending

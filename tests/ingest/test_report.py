@@ -300,3 +300,21 @@ def test_numbers_of_an_unreadable_object_are_neither_waiting_nor_missing_and_not
     lines = printed(found, 200)
     assert f"unreadable object {item.key}: AccessDenied: Access Denied" in lines
     assert lines[-1] == "NOT complete: 0 rows, missing 0, quarantined 0, unreadable 10, trimmed 0, waiting 0"
+
+
+@pytest.mark.parametrize("reason", ["damaged", "skipped", "before_start", "expired"])
+def test_an_object_that_was_refused_or_not_read_counts_whatever_its_gateway_dropped_since(
+    reason: str,
+) -> None:
+    stream, state, inventory = StreamId("gw-a", "s0", EPOCH), TableState(), uploaded((0, 9), (10, 19))
+    refused, unread = ((item.key, item.etag) for item in inventory.streams[stream])
+    state.quarantine[refused] = Quarantined(0, "empty: 0 bytes")
+    denied = {unread: Quarantined(1, "AccessDenied: Access Denied")}
+    reports = GatewayReports({stream: ReportedStream(EPOCH, 0, 29, 29, ((0, 29, reason),))}, {"gw-a": EPOCH})
+    found = build(state, inventory, reports, "lake.messages", 0, unreadable=denied)
+    assert [(hole.first, hole.last, hole.kind) for hole in found.streams[0].holes] == [
+        (0, 9, "quarantined"),
+        (10, 19, "unreadable"),
+        (20, 29, "missing" if reason == "damaged" else "trimmed"),
+    ]
+    assert not found.complete
