@@ -78,7 +78,8 @@ def examine(path: Path, *, remote: bool = True) -> tuple[Config, list[Finding]]:
 def blockers(path: Path, settings: Config) -> list[str]:
     """What keeps the service from starting on this machine: addresses and directories that it cannot use."""
     context = CheckContext(settings, tomlfile.read(path))
-    return [finding.what for check in (network.listeners, files.directories) for finding in check(context)]
+    found = (one for check in (network.listeners, files.directories) for one in check(context))
+    return [one.what for one in found if one.level == "error"]
 
 
 def all_mistakes(path: Path, first: str) -> list[str]:
