@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bridge.model import Persistence
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5, packet
 from bridge.mqtt.wire.properties import write_properties
@@ -167,6 +168,30 @@ async def test_what_a_full_disk_has_refused_is_not_waited_for(bridge: Bridge) ->
     for name in ("s", "other"):
         point = bridge.broker.journal.replay_points[name]
         assert (point.upto, point.known) == (bridge.store.streams[name].next_sequence, set())
+
+
+@bridge_test
+async def test_what_only_a_stream_in_memory_had_is_stored_again_after_a_kill(bridge: Bridge) -> None:
+    """It was read together with a message that could not be stored, so it was not acknowledged."""
+    bridge.stream("ram", "ram", persistence=Persistence.Memory)
+    client = await bridge.connect("c", clean=False)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def full(*_: Any, **_options: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(bridge.store.streams["s"].log, "write", full)
+        client.send(publish("in/a", b"x", 2, 1) + publish("ram", b"y", 2, 2))
+        assert await client.closed()
+    await until(lambda: bridge.broker.sessions.get("c").partial)
+    taken = copied(bridge)
+    client = await bridge.connect("c", clean=False)
+    assert (await client.exchange(publish("ram", b"y", 2, 2, dup=True))).head == RECEIVED
+    assert await bridge.payloads("ram") == [b"y"]
+    async with found_again(bridge, taken) as again:
+        client = await again.connect("c", clean=False)
+        assert (await client.exchange(publish("ram", b"y", 2, 2, dup=True))).head == RECEIVED
+        assert await again.payloads("ram") == [b"y"]
 
 
 @bridge_test

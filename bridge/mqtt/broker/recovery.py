@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from bridge.access.rules import Identity
 from bridge.audit import Origin
 from bridge.clock import Deadline
-from bridge.errors import CorruptData, NotEnoughMessages
+from bridge.errors import CorruptData, NotEnoughMessages, StreamBridgeError
 from bridge.mqtt.broker.journal import survived
 from bridge.mqtt.broker.message import Message, Subscription
 from bridge.mqtt.broker.outbox import Outgoing
@@ -126,6 +127,7 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
     complete = survived(records, broker.clock.boot)
     if not complete:
         broker.journal.replay_points.clear()
+    emptied = _emptied(broker)
     for client, past in saved.items():
         opened = past.opened
         identity = Identity(client, opened.user, (), access=opened.access, realm=opened.realm)
@@ -135,7 +137,8 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
         session.expiry, session.proof = past.opened.expiry, past.opened.proof
         if complete:
             session.take_ids(past.incoming)
-            session.partial = past.partial
+            left = {packet_id: names - emptied for packet_id, names in past.partial.items()}
+            session.partial = {packet_id: names for packet_id, names in left.items() if names}
         broker.clock.observe(int(past.opened.left * 1000))
         session.left = past.opened.left or broker.clock.now() / 1000
         session.set_will(past.will)
@@ -154,6 +157,16 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
                 out.share = ""  # it may have been sent, so it stays with its member (MQTT-4.8.2-5)
             session.outbox.put(out)
     broker.clock.observed()
+
+
+def _emptied(broker: Broker) -> set[str]:
+    """The streams that this start has emptied, because they were in memory alone."""
+    found = set()
+    for name in broker.store.definitions:
+        with suppress(StreamBridgeError):  # it could not be opened, so it is on a disk
+            if not broker.store.stream(name).lasting:
+                found.add(name)
+    return found
 
 
 async def find_stored_ids(broker: Broker) -> None:
