@@ -15,21 +15,26 @@ import stat
 from pathlib import Path
 
 MOST = 64 * 1024 * 1024  # bytes
+PIECE = 1024 * 1024  # bytes of a read
 
 
 def read_regular(path: Path) -> tuple[bytes, int]:
     """Return the content and the mode of a regular file of at most `MOST` bytes. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    with open(fd, "rb") as file:
-        found = os.fstat(fd)
+    try:
+        found, pieces, size = os.fstat(fd), list[bytes](), 0
         if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-        content = b"" if found.st_size > MOST else file.read(MOST + 1)
-    if found.st_size > MOST or len(content) > MOST:
+        while size <= MOST and (piece := os.read(fd, PIECE)):
+            pieces.append(piece)
+            size += len(piece)
+    finally:
+        os.close(fd)
+    if size > MOST:
         raise OSError(errno.EFBIG, f"it is larger than {MOST >> 20} MiB", str(path))
-    return content, found.st_mode
+    return b"".join(pieces), found.st_mode
 
 
 def ensure_regular(*paths: Path | str | None) -> None:
