@@ -259,7 +259,7 @@ class Checks:
         world = self.world
         ends = [(at, False) for at in (*world.kills, *world.cuts, *world.stops, *unopened)]
         marks = [(at, True) for at in (*world.starts, *world.sync_failures)] + ends
-        inside = sorted((at, runs) for at, runs in marks if begin < at < end)
+        inside = sorted((at, runs) for at, runs in marks if begin <= at < end)
         parts = pairwise([(begin, True), *inside, (end, False)])
         return max(b - a for (a, runs), (b, _) in parts if runs)
 
