@@ -242,7 +242,10 @@ class Checks:
             if cut <= at - ON_THE_WAY:
                 continue
             calm = world.plan.sync_interval / 1000 + SLACK + world.disk.syncing(at, cut)
-            if self.longest_calm(at, cut, self._unopened[stream]) < calm or self._could_not_rewrite(at, cut):
+            since = at - ON_THE_WAY  # the service may have ended while the acknowledgement was on its way
+            if self.longest_calm(since, cut, self._unopened[stream]) < calm or self._could_not_rewrite(
+                at, cut
+            ):
                 return True
         return False
 
