@@ -58,8 +58,9 @@ def test_what_is_no_file_of_a_usual_size_stops_no_running_service(
         if good:
             eventually(lambda: "msg=reloaded" in gateway.log()[seen:])
         else:
-            lines = lambda: gateway.log()[seen:].splitlines()  # noqa: E731
-            eventually(lambda: [line for line in lines() if "failed" in line and name in line])
+            eventually(
+                lambda: [one for one in gateway.log()[seen:].splitlines() if "failed" in one and name in one]
+            )
 
     with replaced(path, what):
         reloaded(good=False)
