@@ -27,7 +27,6 @@ from bridge.errors import StreamBridgeError
 from bridge.firehose import replies, signature
 from bridge.firehose.replies import ApiError
 from bridge.firehose.signature import SignatureError
-from bridge.model import KIB
 from bridge.net.addresses import host_and_port, is_loopback
 from bridge.net.httpserver import HttpError, HttpLimits, HttpRequest, HttpResponse, HttpServer
 from bridge.net.limits import ConnectionLimits
@@ -54,7 +53,6 @@ LIMITS = HttpLimits(
     body_timeout=60.0,
     idle_timeout=60.0,
 )
-MAX_DEFINITION = 256 * KIB  # bytes of a body without records: Python's objects for more take too long
 STOP = 5.0  # seconds that requests have at a stop
 REMEMBERED = 1000  # identities
 
@@ -169,7 +167,7 @@ class FirehoseFrontEnd:
             raise ApiError("UnknownOperationException", "x-amz-target names no operation of Firehose")
         if (
             operation.request not in (Put, PutBatch)
-            and int(request.headers.get("content-length", 0)) > MAX_DEFINITION
+            and int(request.headers.get("content-length", 0)) > replies.MAX_DEFINITION
         ):
             raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         body = await request.body()

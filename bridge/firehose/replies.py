@@ -26,11 +26,12 @@ from bridge.errors import (
     Unauthorized,
     UpdateFailed,
 )
-from bridge.model import MIB
+from bridge.model import KIB, MIB
 from bridge.net.httpserver import HttpResponse
 from bridge.operations.deliveries import MAX_BYTES, MAX_RECORDS, Done
 
 CONTENT_TYPE = "application/x-amz-json-1.1"
+MAX_DEFINITION = 256 * KIB  # bytes of a body without records: Python's objects for more take too long
 UNAVAILABLE = "ServiceUnavailableException"
 # The first class that matches; a StreamError is a full stream or the disk, which may be over soon.
 CODES: tuple[tuple[type[StreamBridgeError], str], ...] = (
@@ -99,7 +100,8 @@ def rejection(status: HTTPStatus) -> HttpResponse:
     if status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
         text = (
             f"the body is too large: a request has at most {MAX_RECORDS} records of {MAX_BYTES // MIB} MiB "
-            "together, before base64; put fewer records in each request. Any other body has at most 256 KiB"
+            "together, before base64; put fewer records in each request. Any other body has at most "
+            f"{MAX_DEFINITION // KIB} KiB"
         )
     return refusal(ApiError(code, text, status))
 

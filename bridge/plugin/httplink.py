@@ -25,11 +25,10 @@ from botocore.awsrequest import (
     AWSHTTPSConnectionPool,
 )
 
+from bridge.model import MIB
 from bridge.plugin.link import Link, Meter, prepare, probe
 
-LARGEST = (
-    16 * 1024 * 1024
-)  # bytes of an answer with its head; those to exporters have some hundred KB at most
+LARGEST = 16 * MIB  # bytes of an answer with its head; exporters get some hundred KB at most
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class _Bounded(io.RawIOBase):
         found = self._raw.readinto(buffer)
         self._left -= found or 0
         if self._left < 0:
-            log.warning("an answer of more than %d MiB was cut off", LARGEST >> 20)
+            log.warning("an answer of more than %d MiB was cut off", LARGEST // MIB)
             raise ConnectionResetError(errno.ECONNRESET, "the answer is too large")
         return found
 
