@@ -16,6 +16,8 @@ from typing import Any
 
 import boto3
 import pytest
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.s3.models import s3_backends
 from moto.server import ThreadedMotoServer
 
 from bridge import Context, objectkeys
@@ -331,6 +333,11 @@ class Bucket:
 
     def data_keys(self) -> list[str]:
         return [key for key in self.names() if objectkeys.parse_key(key)]
+
+    def arrivals(self) -> list[str]:
+        """The data keys in the order of their uploads; S3 itself tells times in whole seconds."""
+        stored = s3_backends[DEFAULT_ACCOUNT_ID]["aws"].buckets[self.name].keys
+        return sorted(self.data_keys(), key=lambda key: stored[key].last_modified)
 
     def rows(self, key: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in gzip.decompress(self.body(key)).splitlines()]
