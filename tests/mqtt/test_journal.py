@@ -175,3 +175,42 @@ async def test_an_encrypted_gateway_starts_on_a_disk_without_room_for_its_key(br
         assert (await late.message()).payload == b"2"
     finally:
         await again.stop()
+
+
+@pytest.mark.parametrize("loss", ["missing", "damaged"])
+def test_sessions_whose_key_is_lost_are_kept_in_a_file_and_the_gateway_runs(
+    tmp_path: Path, loss: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    @bridge_test
+    async def run(bridge: Bridge) -> None:
+        (bridge.root / "key").write_text(new_master())
+        await bridge.restart()
+        bridge.stream("secret", "secret", encryption=True)
+        subscriber = await bridge.connect("s", clean=False)
+        await subscriber.subscribe(("plain", 1))
+        subscriber.disconnect()
+        publisher = await bridge.connect("p")
+        await publisher.exchange(publish("plain", b"waits", 1, 1))
+        await bridge.stop()
+        (key_file,) = (bridge.root / "data" / "keys").glob("*.key")
+        good = key_file.read_bytes()
+        if loss == "missing":
+            key_file.unlink()
+        else:
+            key_file.write_bytes(bytes(len(good)))
+        await bridge.start()
+        await (await bridge.open()).connect("s", clean=False, expect=0)
+        publisher = await bridge.connect("p")
+        await publisher.exchange(publish("plain", b"none", 1, 1))
+        await bridge.stop()
+        journal = bridge.root / "data" / "mqtt" / "sessions.journal"
+        kept = journal.with_name(f"{journal.name}.{key_file.stem}")
+        assert f"rename {kept} to {journal.name}" in caplog.text
+        key_file.write_bytes(good)
+        kept.rename(journal)
+        await bridge.start()
+        subscriber = await bridge.connect("s", clean=False)
+        assert (await subscriber.message()).payload == b"waits"
+        assert await subscriber.silent()
+
+    run(tmp_path)

@@ -532,6 +532,7 @@ class World:
     def _do_clock(self, seconds: float) -> None:
         self.checks.steps.append(self.kernel.now)
         MACHINE.wall = max(MACHINE.wall + seconds, 0.0)  # Linux refuses a time before 1970
+        MACHINE.synchronised = self.plan.ntp  # who sets it by hand ends that, in the kernel too
 
     def _do_revoke(self, device: int, family: str) -> None:
         if self.plan.open:  # there is no rule

@@ -7,7 +7,8 @@ Layout: frames, one after the other. A frame whose CRC is wrong ends the file (a
 Numbers are big-endian. The crc is the CRC-32 of the `length` bytes after it.
 
 While any stream is encrypted, the bodies are too, and the highest bit of their length is set. They are sealed
-as `bridge.encryption` describes, with the context "journal".
+as `bridge.encryption` describes, with the context "journal". If the file of their key in `keys/` is lost or
+damaged, the file is kept under its name with `.` and the number of that key, and the sessions start empty.
 
 States:
 
@@ -100,7 +101,10 @@ class JournalFile:
         self._copying = False  # a thread writes a copy, which may already be dropped
 
     def read(self) -> Iterator[bytes]:
-        """Read the bodies of an earlier process. Call it before `open`. Raises EncryptionKeyError."""
+        """Read the bodies of an earlier process. Call it before `open`.
+
+        Raises EncryptionKeyError without the master key, or OSError.
+        """
         data = self.path.read_bytes() if self.path.exists() else b""
         pos = 0
         for body, is_sealed, end in _frames(data):
@@ -111,11 +115,27 @@ class JournalFile:
                     yield self._keys.open(_CONTEXT, b"", body)
                 except CorruptData:
                     break
+                except EncryptionKeyError as error:
+                    self._keep(opening_of(body), error)
+                    return
             else:
                 yield body
             pos = end
         if pos < len(data):
             log.warning("%s: %d bytes at the end are damaged and were left out", self.path, len(data) - pos)
+
+    def _keep(self, opening: int, why: EncryptionKeyError) -> None:
+        """Set the file aside, because a gateway without its sessions is better than none. Raises OSError."""
+        kept = self.path.with_name(f"{self.path.name}.{opening:016x}")
+        self.path.replace(kept)
+        log.error(
+            "%s: sessions and retained messages cannot be read, and start empty: %s. Their file is kept: with "
+            "that key, stop the service and rename %s to %s",
+            self.path,
+            why,
+            kept,
+            self.path.name,
+        )
 
     def open(self) -> None:
         """Begin to write, with a snapshot. Raises OSError if the file cannot be written.
@@ -368,10 +388,11 @@ def _frames(data: bytes) -> Iterator[tuple[bytes, bool, int]]:
 
 
 def openings(data_dir: Path) -> set[int]:
-    """Return the numbers of the opening keys that a directory's journal needs. Raises OSError."""
-    path = data_dir / DIRECTORY / NAME
-    data = path.read_bytes() if path.exists() else b""
-    return {opening_of(body) for body, is_sealed, _ in _frames(data) if is_sealed}
+    """Return the numbers of the opening keys that a directory's journal needs, and kept ones. Raises OSError."""
+    found = set[int]()
+    for path in (data_dir / DIRECTORY).glob(f"{NAME}*"):
+        found |= {opening_of(body) for body, is_sealed, _ in _frames(path.read_bytes()) if is_sealed}
+    return found
 
 
 def write_all(fd: int, data: bytes, offset: int) -> None:
