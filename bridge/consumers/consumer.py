@@ -125,7 +125,7 @@ class Consumer:
             if loaded is not None and loaded.identity.epoch == stream.epoch:  # only the start has changed
                 self.position.counts = loaded.changes[-1].counts
         self._journal = Journal(self._host.files, self.path, identity, loaded)
-        self._saved = 0 if loaded is not None else -1  # the version that is on the disk
+        self._saved = -1  # the version on the disk; what a killed process wrote may not be synced
         self._whole = True  # the next write must have the complete position
         self._flight: asyncio.Future[None] | None = None
         self._in_flight_from: int | None = None

@@ -713,3 +713,23 @@ async def test_requests_that_come_together_share_a_sync(bridge: Bridge) -> None:
     assert [reply["status"] for reply in replies] == [0] * 4
     assert syncs.number == 1
     assert [numbers(reply) for reply in replies[2:]] == [first(*range(10, 20)), first(*range(20, 30))]
+
+
+@bridge_test
+async def test_what_a_killed_gateway_had_not_synced_is_on_the_disk_before_a_reply_depends_on_it(
+    bridge: Bridge,
+) -> None:
+    one = await worker(bridge)
+    await append(bridge, "in/a")
+    assert await one.fetch() == first(0)
+    with held_syncs(bridge) as syncs:
+        one.send("ackMessages", consumer="c", ack=[0])
+        await until(lambda: syncs.waiting)
+        taken = copied(bridge)
+    async with found_again(bridge, taken) as again:
+        two = Worker(await again.connect("w"), "w")
+        with held_syncs(again, held=False) as syncs:
+            assert await two.ack(ack=[0]) == [0], "it was acknowledged"
+            assert syncs.number == 1
+            assert await two.ack(ack=[0]) == [0]
+            assert syncs.number == 1
