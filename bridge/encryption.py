@@ -349,20 +349,23 @@ class Keys:
         finally:
             os.close(lock)
 
-    def collect(self, used: Callable[[], Collection[int] | None]) -> int:
+    def collect(self, used: Callable[[], Collection[int] | None], settle: Callable[[], object]) -> int:
         """Delete the key files that nothing is sealed with; returns how many.
 
         `used` returns the numbers of the opening keys in use; None if that cannot be determined: then nothing
-        is deleted. Raises OSError.
+        is deleted. `settle` makes certain that this holds after a power cut, too. Raises OSError.
         """
         number = 0
         if not any(_files(self.directory)):
             return 0
         with self._locked():
-            needed = used()
-            for path in _files(self.directory) if needed is not None else ():
-                if needed is None or path.stem in {f"{one:016x}" for one in needed}:
-                    continue
+            if (needed := used()) is None:
+                return 0
+            names = {f"{one:016x}" for one in needed}
+            unneeded = [path for path in _files(self.directory) if path.stem not in names]
+            if unneeded:
+                settle()
+            for path in unneeded:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -84,8 +84,12 @@ def _collect_keys(keys: Keys, store: StreamStore) -> None:
             found |= cursor.openings(store.data_dir) | journalfile.openings(store.data_dir)
         return found
 
+    def settle() -> None:
+        store.settle()
+        journalfile.settle(store.data_dir)
+
     try:
-        if number := keys.collect(used):
+        if number := keys.collect(used, settle):
             log.info("deleted %d unused encryption keys", number)
     except (OSError, CorruptData) as error:
         log.warning("unused encryption keys cannot be deleted: %s", error)

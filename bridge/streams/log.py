@@ -139,14 +139,20 @@ class SegmentLog:
             raise StorageFailed(f"{layout.segment_path(self._path, base)} is encrypted: {what}")
 
     def all_openings(self) -> set[int]:
-        """The opening keys that files in the directory may need, also those that are about to be deleted.
-
-        A power cut brings back no other files. Raises OSError.
-        """
+        """The opening keys that files in the directory need, also those that are about to be deleted."""
         left = set(self.obsolete.paths)
         self._obsolete_openings = {path: key for path, key in self._obsolete_openings.items() if path in left}
-        self._files.sync_directory(self._path)
         return {*self.openings.values(), *self._obsolete_openings.values()}
+
+    def settle(self) -> None:
+        """Make certain that a power cut brings back no other content of the directory. Raises OSError.
+
+        A killed process may not have synced what this one has found. Segments with an index are synced.
+        """
+        for item in (*self.closing, self.active):
+            if item.fd >= 0:
+                self._files.sync(item.fd)
+        self._files.sync_directory(self._path)
 
     def renew(self) -> None:
         """Continue in a new segment if the encryption of the active one is not as the settings say.

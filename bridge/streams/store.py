@@ -334,6 +334,12 @@ class StreamStore:
             found.update(stream.log.all_openings(), recovery.openings_kept(stream.directory, stream.meta))
         return found
 
+    def settle(self) -> None:
+        """Make certain that `openings` holds after a power cut, too. Raises OSError."""
+        for stream in self.streams.values():
+            stream.log.settle()
+        self.files.sync_directory(self._root)
+
     # -- streams ---------------------------------------------------------------------------------
     def create(self, name: str, settings: StorageSettings, definition: bytes) -> Stream:
         """Create a stream, durably. The name must be free.

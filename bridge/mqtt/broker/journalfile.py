@@ -1,6 +1,7 @@
 """The file of the journal: frames are appended, and a snapshot replaces them when most are obsolete.
 
-Layout: frames, one after the other. A frame whose CRC is wrong ends the file (a torn tail).
+Layout: frames, one after the other. A frame whose length is 0 or whose CRC is wrong ends the file (a torn
+tail).
 
     frame = length u32 | crc u32 | msgpack array [kind, ...], see `records.py`
 
@@ -129,8 +130,8 @@ class JournalFile:
         kept = self.path.with_name(f"{self.path.name}.{opening:016x}")
         self.path.replace(kept)
         log.error(
-            "%s: sessions and retained messages cannot be read, and start empty: %s. Their file is kept: with "
-            "that key, stop the service and rename %s to %s",
+            "%s: sessions and retained messages cannot be read, and start empty: %s. Their file is kept: "
+            "with that key, stop the service and rename %s to %s",
             self.path,
             why,
             kept,
@@ -381,18 +382,25 @@ def _frames(data: bytes) -> Iterator[tuple[bytes, bool, int]]:
         length, check = _FRAME.unpack_from(data, pos)
         is_sealed, length = bool(length & _SEALED), length & ~_SEALED
         body = data[pos + _FRAME.size : pos + _FRAME.size + length]
-        if len(body) < length or crc32(body) != check:
-            return
+        if not length or len(body) < length or crc32(body) != check:
+            return  # zeros, too: a power cut may leave them where a write is missing
         pos += _FRAME.size + length
         yield body, is_sealed, pos
 
 
 def openings(data_dir: Path) -> set[int]:
-    """Return the numbers of the opening keys that a directory's journal needs, and kept ones. Raises OSError."""
+    """Return the numbers of the opening keys that the journal needs, and kept ones. Raises OSError."""
     found = set[int]()
     for path in (data_dir / DIRECTORY).glob(f"{NAME}*"):
         found |= {opening_of(body) for body, is_sealed, _ in _frames(path.read_bytes()) if is_sealed}
     return found
+
+
+def settle(data_dir: Path) -> None:
+    """Make certain that a power cut brings back no older journal. Raises OSError."""
+    directory = data_dir / DIRECTORY
+    if directory.exists():
+        sync_directory(directory)
 
 
 def write_all(fd: int, data: bytes, offset: int) -> None:
