@@ -9,7 +9,8 @@ loses a frame and keeps a later one, the numbers of the lost frame have no messa
 
 Not modelled: torn frames and damage (recovery cuts them off: see "Every crash state"), several messages in
 one read, the syncs of streams without `flush_on_write` (a power cut may take anything from them here, which
-is more than it really can), segments, limits, full disks, QoS 0, MQTT 5 reason codes, outgoing messages.
+is more than it really can), segments, limits, full disks, QoS 0, outgoing messages. Of the reason codes of
+MQTT 5 there is one: with `refuses`, a message may be refused when it is sent again.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Sent(IntEnum):
     RECEIVED = 3  # PUBREC has arrived; PUBREL is sent next
     RELEASING = 4  # PUBREL was sent
     DONE = 5
-    GIVEN_UP = 6  # the client began a clean session
+    GIVEN_UP = 6  # the client began a clean session, or the message was refused
 
 
 class Defect(Enum):
@@ -71,6 +72,7 @@ class Defect(Enum):
     POINT_TOO_FAR = "the replay point passes a message that is not settled"
     POINT_TOO_LATE = "a message is written before the replay point of its stream is in the journal"
     PARTIAL = "a resent message that one of two streams already has is stored in both"
+    PARTIAL_BY_ID = "the streams that have a message are remembered by its packet id alone"
     IDS_AFTER_CUT = "the packet ids in the journal are trusted after a power cut"
     UNSYNCED_DUPLICATE = "a message found at a start counts as stored before it is synced"
 
@@ -125,7 +127,7 @@ class Kept(NamedTuple):
     """The journal: packet ids in use, streams that have a message which others lack, replay points."""
 
     incoming: frozenset[int] = frozenset()
-    partial: tuple[tuple[int, frozenset[int]], ...] = ()
+    partial: tuple[tuple[tuple[int, int], frozenset[int]], ...] = ()  # streams by packet id and message
     points: tuple[Point | None, Point | None] = (None, None)
 
 
@@ -162,10 +164,11 @@ class Commit:
         failures: int = 1,
         cleans: bool = True,
         cuts: bool = True,
+        refuses: bool = False,
         defect: Defect = Defect.NONE,
     ) -> None:
         self.kinds, self.flush, self.ids, self.failures = tuple(kinds), flush, ids, failures
-        self.cleans, self.cuts, self.defect = cleans, cuts, defect
+        self.cleans, self.cuts, self.refuses, self.defect = cleans, cuts, refuses, defect
         broker, streams = "bridge.mqtt.broker", "bridge.streams"
         self.transitions = (
             Transition(
@@ -285,6 +288,10 @@ class Commit:
             yield f"{name}, and the connection breaks before it arrives", self._closed(lost)
         after = state._replace(client=_put(state.client, message, Sent.SENT))
         yield name, self._advance(self._take(after, message, dup=dup))
+        refuses = self.refuses and self.ids[message] not in state.session.incoming
+        if dup and refuses and state.failures < self.failures:
+            over = state._replace(client=_put(state.client, message, Sent.GIVEN_UP))
+            yield f"{name}, and it is refused", over._replace(failures=state.failures + 1)
 
     def _take(self, state: State, message: int, *, dup: bool) -> State:
         kind, number, session = self.kinds[message], self.ids[message], state.session
@@ -292,11 +299,11 @@ class Commit:
             return state._replace(batches=(*state.batches, Batch(message, journal=True)))
         targets, kept = kind.streams, state.kept
         partial, points, incoming = dict(session.partial), list(session.points), session.incoming
-        if kind.qos == 2 and number in partial:
-            if dup and self.defect is not Defect.PARTIAL:
-                targets = tuple(stream for stream in targets if stream not in partial[number])
-            elif not dup:
-                del partial[number]
+        if kind.qos == 2 and dup and self.defect is not Defect.PARTIAL:
+            names = partial.get(self._partial(message), ())
+            targets = tuple(stream for stream in targets if stream not in names)
+        elif kind.qos == 2 and not dup:
+            partial = {key: names for key, names in partial.items() if key[0] != number}
         logs, waits, places = state.logs, (0, 0), []
         for stream in targets:
             log = logs[stream]
@@ -317,6 +324,10 @@ class Commit:
         session = Kept(incoming, tuple(sorted(partial.items())), tuple(points))  # type: ignore[arg-type]
         return state._replace(logs=logs, batches=(*state.batches, batch), session=session, kept=kept)
 
+    def _partial(self, message: int) -> tuple[int, int]:
+        """What the streams that have a message are remembered by: its packet id, and its digest."""
+        return self.ids[message], 0 if self.defect is Defect.PARTIAL_BY_ID else message
+
     def release(self, state: State) -> Steps[State]:
         """The client releases a packet id."""
         holds = any(batch.error and batch.live for batch in state.batches)
@@ -326,7 +337,7 @@ class Commit:
             if sent is not Sent.RECEIVED:
                 continue
             session, number = state.session, self.ids[message]
-            partial = tuple(one for one in session.partial if one[0] != number)
+            partial = tuple(one for one in session.partial if one[0][0] != number)
             waits = (number in session.incoming or self.defect is not Defect.LATE_PUBCOMP) and (
                 self.defect is not Defect.EARLY_PUBCOMP
             )
@@ -529,7 +540,8 @@ class Commit:
         stored = [place for place in batch.places if place[0] not in batch.failed]
         partial = dict(session.partial)
         if stored:
-            partial[number] = partial.get(number, frozenset()) | {stream for stream, _ in stored}
+            key = self._partial(batch.message)
+            partial[key] = partial.get(key, frozenset()) | {stream for stream, _ in stored}
         points = self._settled(session.points, batch, stored)
         for stream, place in batch.places:
             point = points[stream]
@@ -630,7 +642,7 @@ class Commit:
         if state.up:
             return
         kept, logs = state.kept, state.logs
-        found: dict[tuple[int, tuple[int, ...]], frozenset[int]] = {}
+        found: dict[int, frozenset[int]] = {}
         points: list[Point | None] = list(kept.points)
         for stream, point in enumerate(kept.points):
             if point is None:
@@ -642,17 +654,17 @@ class Commit:
                 known = number in point.known and self.defect is not Defect.SEARCH_ALL
                 if message == LOST or known or self.kinds[message].qos != 2:
                     continue
-                key = self.ids[message], self.kinds[message].streams  # the topic determines the streams
-                found[key] = found.get(key, frozenset()) | {stream}
+                found[message] = found.get(message, frozenset()) | {stream}
             points[stream] = Point(len(messages))
         incoming, partial = kept.incoming, dict(kept.partial)
         if self.defect is not Defect.NO_SEARCH:
-            for (packet_id, streams), names in found.items():
-                have = names | partial.get(packet_id, frozenset())
-                if have.issuperset(streams):
-                    incoming |= {packet_id}
+            for message, names in found.items():
+                key = self._partial(message)
+                have = names | partial.get(key, frozenset())
+                if have.issuperset(self.kinds[message].streams):
+                    incoming |= {self.ids[message]}
                 else:
-                    partial[packet_id] = have
+                    partial[key] = have
         if self.defect is not Defect.UNSYNCED_DUPLICATE:
             for stream in set().union(*found.values()):
                 logs = _put(logs, stream, logs[stream]._replace(safe=len(logs[stream].frames)))

@@ -40,6 +40,11 @@ def explored(model: Model[Any], crashes: int, **limits: int) -> Explored:
         pytest.param(Commit(MIXED, flush=PLAIN, failures=0, cleans=False), 2, id="not_synced"),
         pytest.param(Commit(MIXED, flush=HALF, failures=1, cleans=False), 1, id="with_failures"),
         pytest.param(Commit((TWO_A, TWO_A), ids=(1, 1), flush=FLUSH, failures=2), 2, id="clean_session"),
+        pytest.param(
+            Commit((TWO_BOTH, TWO_BOTH), ids=(1, 1), flush=FLUSH, failures=2, cleans=False, refuses=True),
+            1,
+            id="refused",
+        ),
     ],
 )
 def test_the_commit_protocol_holds(model: Commit, crashes: int) -> None:
@@ -120,6 +125,11 @@ def both_streams(defect: D, **options: Any) -> Commit:
     return Commit((TWO_BOTH, TWO_A), flush=FLUSH, defect=defect, cleans=False, **options)
 
 
+def refused(defect: D, **options: Any) -> Commit:
+    more = {"failures": 2, "refuses": True, "cleans": False, **options}
+    return Commit((TWO_BOTH, TWO_BOTH), ids=(1, 1), flush=FLUSH, defect=defect, **more)
+
+
 def first_one(defect: D, **options: Any) -> Commit:
     return Commit((ONE_A,), flush=FLUSH, defect=defect, cleans=False, **options)
 
@@ -142,6 +152,7 @@ COMMIT: dict[D, tuple[Callable[..., Commit], dict[str, int], int, str]] = {
     D.POINT_TOO_FAR: (both_streams, {}, 1, ONCE),
     D.POINT_TOO_LATE: (one_stream, {}, 1, ONCE),
     D.PARTIAL: (both_streams, {}, 0, ONCE),
+    D.PARTIAL_BY_ID: (refused, {}, 1, STORED),
     D.IDS_AFTER_CUT: (reused_id, {}, 1, STORED),
     D.UNSYNCED_DUPLICATE: (one_stream, {}, 2, STORED),
 }

@@ -288,6 +288,36 @@ def test_qos_2_is_stored_once_in_each_stream_also_when_one_of_them_failed(
     run(tmp_path)
 
 
+@pytest.mark.parametrize("restart", [False, True])
+def test_the_next_message_with_the_id_of_a_refused_one_is_stored_in_all_of_its_streams(
+    tmp_path: Path, restart: bool
+) -> None:
+    """One stream has the refused one. The next is sent with DUP: its first attempt never arrived."""
+
+    @bridge_test
+    async def run(bridge: Bridge) -> None:
+        bridge.stream("other", "in/both")
+        options = {"level": V5, "clean": False, "properties": {p.SESSION_EXPIRY: 60, **PLAIN}}
+        client = await bridge.connect("c", **options)
+        await client.exchange(publish("in/a", bytes(5000), 1, 1, level=V5))
+        await refused_by(bridge, "s", client, publish("in/both", b"refused", 2, 6, level=V5))
+        definition = {"name": "s", "strategyOnFull": 0, "topics": ["in/#"]}
+        bridge.manager.update(definition | {"maxSize": 5000, "streamSegmentSize": 5000})
+        client = await bridge.connect("c", **options)
+        answer = await client.exchange(publish("in/both", b"refused", 2, 6, dup=True, level=V5))
+        assert answer == Packet(0x50, b"\0\6\x97")
+        bridge.manager.update(definition)
+        if restart:
+            await bridge.restart()
+            client = await bridge.connect("c", **options)
+        answer = await client.exchange(publish("in/both", b"next", 2, 6, dup=True, level=V5))
+        assert answer == Packet(0x50, b"\0\6")
+        assert (await bridge.payloads("s"))[1:] == [b"next"]
+        assert await bridge.payloads("other") == [b"refused", b"next"]
+
+    run(tmp_path)
+
+
 @bridge_test(hurry=5)
 async def test_behind_a_message_that_failed_nothing_is_stored_also_while_an_earlier_one_waits(
     bridge: Bridge,

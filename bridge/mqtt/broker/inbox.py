@@ -29,6 +29,7 @@ from bridge.errors import (
     StreamFull,
     Unauthorized,
 )
+from bridge.mqtt.broker.replay import Partial
 from bridge.mqtt.wire.packets import (
     BAD_TOPIC_NAME,
     IMPLEMENTATION_ERROR,
@@ -42,8 +43,9 @@ if TYPE_CHECKING:
 
     from bridge.mqtt.broker.journal import Journal
     from bridge.mqtt.broker.line import Line
+    from bridge.mqtt.broker.replay import Unstored
     from bridge.mqtt.broker.sessions import Session
-    from bridge.mqtt.broker.store import Committer, Stream
+    from bridge.mqtt.broker.store import Committer
 
 _NOTHING: deque[Batch | Single] = deque()  # shared, and never added to
 UNSENT_BATCHES = 1_000  # reads that may wait for their commit before reading is paused
@@ -76,8 +78,7 @@ class Batch:
         inbox.newest = self
         self.acks = bytearray()
         self.touched: dict[Committer, None] = {}
-        # QoS 2 ids that are in use only if the commit succeeds, with the places of their messages.
-        self.ids: dict[int, dict[Stream, int]] = {}
+        self.ids: dict[int, Unstored] = {}  # QoS 2 ids that are in use only if the commit succeeds
         self.waiting = 0  # the number of commits to wait for
         self.error: StreamError | None = None
         self.failed: frozenset[Committer] = frozenset()  # only kept when several are touched
@@ -130,7 +131,7 @@ class Single(msgspec.Struct, gc=False):
     lot: Lot
     acks: bytes
     close: ClassVar[tuple[str, str, int] | None] = None
-    ids: ClassVar[Mapping[int, Mapping[Stream, int]]] = {}
+    ids: ClassVar[Mapping[int, Unstored]] = {}
     failed: ClassVar[frozenset[Committer]] = frozenset()
 
     @property
@@ -281,11 +282,11 @@ class Inbox:
         assert session is not None
         ids, batch.ids = batch.ids, {}  # from here on they are in use, even if the journal fails
         if session.persistent:
-            for packet_id, places in ids.items():
+            for packet_id, (_, places) in ids.items():
                 # After a restart, a stream in memory is empty, and resent messages are stored again.
                 if any(stream.lasting for stream in places):
                     journal.received(session, packet_id)
-        journal.settled_in(((at, n) for places in ids.values() for at, n in places.items()), batch)
+        journal.settled_in(((at, n) for _, places in ids.values() for at, n in places.items()), batch)
         if session.persistent:
             batch.waiting = 1
             journal.after_commit(batch.committed)
@@ -298,10 +299,11 @@ class Inbox:
         if session is None:
             return
         session.free_ids(batch.ids)
-        for packet_id, places in batch.ids.items():
+        for packet_id, (digest, places) in batch.ids.items():
             stored = {at.name for at in places if at not in batch.failed} if batch.failed else set()
             if stored:
-                session.partial[packet_id] = session.partial.get(packet_id, frozenset()) | stored
+                found = session.partial.setdefault(packet_id, Partial())
+                found[digest] = found.streams(digest) | stored
                 if session.persistent:
-                    self._journal.held(session, packet_id)
-        self._journal.not_stored(batch.ids.values(), batch.failed, batch)
+                    self._journal.held(session, packet_id, digest)
+        self._journal.not_stored((places for _, places in batch.ids.values()), batch.failed, batch)

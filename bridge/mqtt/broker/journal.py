@@ -195,9 +195,10 @@ class Journal:
         """A persistent session uses a QoS 2 packet id."""
         self._add(Received(session.client_id, packet_id))
 
-    def held(self, session: Session, packet_id: int) -> None:
-        """Only some streams have the message of a QoS 2 id."""
-        self._add(Held(session.client_id, packet_id, sorted(session.partial[packet_id])))
+    def held(self, session: Session, packet_id: int, digest: int) -> None:
+        """Only some streams have a message of a QoS 2 id."""
+        streams = session.partial[packet_id][digest]
+        self._add(Held(session.client_id, packet_id, sorted(streams), digest))
 
     def search_from_here(self, stream: Stream) -> None:
         """From here on, the next start searches a stream for QoS 2 ids.

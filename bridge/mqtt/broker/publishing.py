@@ -31,6 +31,7 @@ from bridge.errors import (
 from bridge.mqtt.broker import receipts
 from bridge.mqtt.broker.inbox import reason_of
 from bridge.mqtt.broker.message import Message, expiry_of, headers_of
+from bridge.mqtt.broker.replay import Unstored, digest_of
 from bridge.mqtt.broker.router import NOBODY
 from bridge.mqtt.wire.packets import RECEIVE_MAXIMUM_EXCEEDED, V5, ProtocolError, Publish
 from bridge.streams import headers
@@ -127,8 +128,7 @@ class Publisher:
         line, session = batch.inbox.line, batch.inbox.session
         assert session is not None
         try:
-            again = packet.qos == 2 and packet.head & 8
-            have = session.partial.get(packet.number, frozenset()) if again else frozenset()
+            have = _having(session, packet) if packet.qos == 2 else frozenset()
             places = self._keep_refused(session.client_id, session.identity.label, packet, error, have)
         except StreamError as other:
             error, places = other, None  # if that stream is full, for example, the client will resend it
@@ -240,7 +240,7 @@ class Publisher:
                 batch.touched[self._journal] = None
                 return
             new = {stream: place for stream, place in places.items() if stream not in known}
-            batch.ids[packet.number] = new
+            batch.ids[packet.number] = Unstored(digest_of(packet.topic, packet.payload), new)
             for stream, place in new.items():
                 self._journal.replay_points[stream.name].expect(place, batch)
 
@@ -289,13 +289,19 @@ class Publisher:
 
 def _lacking(session: Session, packet: Publish, route: Route) -> tuple[Stream, ...]:
     """Return the streams that still need a QoS 2 message, without those that stored an earlier attempt."""
-    have = session.partial.get(packet.number)
-    if have is None:
-        return route.streams
+    have = _having(session, packet)
+    return tuple(stream for stream in route.streams if stream.name not in have)
+
+
+def _having(session: Session, packet: Publish) -> frozenset[str]:
+    """Return the streams that stored a QoS 2 message in an earlier attempt."""
+    found = session.partial.get(packet.number)
+    if found is None:
+        return frozenset()
     if not packet.head & 8:
         del session.partial[packet.number]  # a new message has the id
-        return route.streams
-    return tuple(stream for stream in route.streams if stream.name not in have)
+        return frozenset()
+    return found.streams(digest_of(packet.topic, packet.payload))
 
 
 def _headers(client: str, packet: Publish, route: Route) -> bytes:

@@ -126,11 +126,15 @@ class Marked(Record, frozen=True, tag=10):
 
 
 class Held(Record, frozen=True, tag=11):
-    """Some streams have the message of a QoS 2 id, but others have failed to store it."""
+    """Some streams have the message of a QoS 2 id, but others have failed to store it.
+
+    `digest` tells the messages with that id apart (`replay.digest_of`); an older version leaves it out.
+    """
 
     client: str
     id: int
     streams: list[str]
+    digest: int = 0
 
 
 class Booted(Record, frozen=True, tag=12):

@@ -34,7 +34,7 @@ from bridge.mqtt.broker.records import (
     retained_record,
     will_record,
 )
-from bridge.mqtt.broker.replay import ReplayPoint
+from bridge.mqtt.broker.replay import NONE, Partial, ReplayPoint, digest_of
 from bridge.mqtt.wire.packets import Will, text
 from bridge.operations.reading import ReadMessagesOptions
 from bridge.streams import headers
@@ -60,7 +60,7 @@ class _Saved:
         self.queue: dict[int, Outgoing] = {}
         self.sending: dict[int, int] = {}  # QoS 2 packet ids towards the subscriber, with numbers in `queue`
         self.incoming: set[int] = set()
-        self.partial: dict[int, frozenset[str]] = {}
+        self.partial: dict[int, Partial] = {}
         self.will: Will | None = None
 
 
@@ -116,8 +116,8 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
             case Released(client, packet_id) if client in saved:
                 saved[client].incoming.discard(packet_id)
                 saved[client].partial.pop(packet_id, None)
-            case Held(client, packet_id, streams) if client in saved:
-                saved[client].partial[packet_id] = frozenset(streams)
+            case Held(client, packet_id, streams, digest) if client in saved:
+                saved[client].partial.setdefault(packet_id, Partial())[digest] = frozenset(streams)
             case Willed(client, topic, payload, qos, retain, properties) if client in saved:
                 saved[client].will = Will(topic, payload, qos, retain, properties) if topic else None
             case _:
@@ -137,8 +137,10 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
         session.expiry, session.proof = past.opened.expiry, past.opened.proof
         if complete:
             session.take_ids(past.incoming)
-            left = {packet_id: names - emptied for packet_id, names in past.partial.items()}
-            session.partial = {packet_id: names for packet_id, names in left.items() if names}
+            for packet_id, held in past.partial.items():
+                left = {digest: names - emptied for digest, names in held.items() if names - emptied}
+                if left:
+                    session.partial[packet_id] = Partial(left)
         broker.clock.observe(int(past.opened.left * 1000))
         session.left = past.opened.left or broker.clock.now() / 1000
         session.set_will(past.will)
@@ -176,8 +178,8 @@ async def find_stored_ids(broker: Broker) -> None:
     on. A message that one of its streams has and another lacks does not count as stored; its client will
     resend it. Unreadable messages are skipped.
     """
-    found: dict[tuple[Session, int, bytes], set[str]] = {}
-    refused: set[tuple[Session, int, bytes]] = set()  # stored, although in none of their own streams
+    found: dict[tuple[Session, int, bytes, int], set[str]] = {}
+    refused: set[tuple[Session, int, bytes, int]] = set()  # stored, although in none of their own streams
     for name, point in list(broker.journal.replay_points.items()):
         if name not in broker.store.definitions:
             del broker.journal.replay_points[name]
@@ -201,7 +203,8 @@ async def find_stored_ids(broker: Broker) -> None:
                 kept = headers.decode(message.headers)
                 session = broker.sessions.get(kept.client)
                 if session is not None and kept.id:
-                    key = (session, kept.id, message.topic)
+                    digest = digest_of(message.topic, message.payload)
+                    key = (session, kept.id, message.topic, digest)
                     found.setdefault(key, set()).add(name)
                     if kept.refused:
                         refused.add(key)
@@ -210,14 +213,15 @@ async def find_stored_ids(broker: Broker) -> None:
     # A message that is found may be unsynced, but its duplicate is acknowledged without a commit. So sync it;
     # if that fails, the duplicate is stored, because the next start may not find the first copy.
     unsynced = await broker.store.sync({name for names in found.values() for name in names})
-    for (session, packet_id, topic), names in found.items():
+    for key, names in found.items():
+        session, packet_id, topic, digest = key
         names -= unsynced
-        names |= session.partial.get(packet_id, frozenset())
+        names |= session.partial.get(packet_id, NONE).streams(digest)
         own = broker.store.bound(text(topic))
-        if (session, packet_id, topic) in refused or all(stream.name in names for stream in own):
+        if key in refused or all(stream.name in names for stream in own):
             session.take_ids((packet_id,))
         else:
-            session.partial[packet_id] = frozenset(names)
+            session.partial.setdefault(packet_id, Partial())[digest] = frozenset(names)
 
 
 def snapshot(broker: Broker) -> Iterator[Record]:
@@ -233,8 +237,9 @@ def snapshot(broker: Broker) -> Iterator[Record]:
             yield Subscribed(session.client_id, subscription)
         for packet_id in session.incoming - broker.unstored_ids(session):
             yield Received(session.client_id, packet_id)
-        for packet_id, streams in session.partial.items():
-            yield Held(session.client_id, packet_id, sorted(streams))
+        for packet_id, held in session.partial.items():
+            for digest, streams in held.items():
+                yield Held(session.client_id, packet_id, sorted(streams), digest)
         for packet_id, number in session.outbox.ids():
             yield Sending(session.client_id, packet_id, number)
         for out in session.outbox.pending():

@@ -9,10 +9,42 @@ sessions count too, because the start assigns an id to whatever session its clie
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from bridge.deflate import crc32
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from bridge.mqtt.broker.store import Stream
+
+
+def digest_of(topic: bytes, payload: bytes) -> int:
+    """Return a number, not 0, that tells the messages apart that a client has sent with one packet id."""
+    return crc32(payload, crc32(topic)) or 1
+
+
+class Unstored(NamedTuple):
+    """A QoS 2 message whose id is in use only if the commit succeeds: its digest, and its numbers."""
+
+    digest: int
+    places: dict[Stream, int]
+
+
+class Partial(dict[int, frozenset[str]]):
+    """The messages of one QoS 2 id that only some of their streams have stored: those streams, by digest.
+
+    The id alone does not identify a message. If the client is told that it is refused, the next one may have
+    the id, and DUP, if its first attempt was lost (section 4.3.3). The digest 0 is of an older version's
+    journal, and stands for any message.
+    """
+
+    def streams(self, digest: int) -> frozenset[str]:
+        """Return the streams that have the message with this digest."""
+        return self.get(digest) or self.get(0, frozenset())
+
+
+NONE: Final = Partial()  # not to be changed
 
 
 class ReplayPoint:

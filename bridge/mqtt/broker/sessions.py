@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from bridge.clock import Clock
     from bridge.mqtt.broker.line import Line
     from bridge.mqtt.broker.message import Subscription
+    from bridge.mqtt.broker.replay import Partial
     from bridge.mqtt.settings import Limits
     from bridge.mqtt.wire.packets import Will
     from bridge.runtime import Runtime, Timer
@@ -48,8 +49,7 @@ class Session:
         self.expiry = 0  # seconds by which it outlives its connection
         self.subscriptions: dict[str, Subscription] = {}
         self.incoming: set[int] = set()  # QoS 2 packet ids between PUBLISH and PUBREL (4.3.3)
-        # Streams that have the message of a QoS 2 id, while others of its streams have failed to store it.
-        self.partial: dict[int, frozenset[str]] = {}
+        self.partial: dict[int, Partial] = {}  # QoS 2 messages that only some of their streams have, by id
         self.line: Line | None = None
         self.left = 0.0  # when the connection was lost, seconds on the age timeline
         self.timer: Timer | None = None
