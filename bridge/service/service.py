@@ -185,8 +185,19 @@ class Service:
             time.monotonic() - began,
             extra={"data_dir": str(gateway.data_dir)},
         )
+        unsynced: list[str] = []
+
+        async def close() -> None:
+            unsynced.extend(await store.close())
+            for name in unsynced:
+                log.error(
+                    "syncs fail; its newest messages may be lost if the power fails, or at the next start; "
+                    "check the disk",
+                    extra={"stream": name},
+                )
+
         async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_callback(store.close)
+            stack.push_async_callback(close)
             self._exports = exports = ExportSupervisor(
                 gateway.data_dir,
                 gateway=gateway.id,
@@ -262,7 +273,8 @@ class Service:
             audit.record("stop", why="signal" if self._signalled else "internal error")
             for task in self._pending:
                 task.cancel()
-        log.info("stopped; everything acknowledged is stored")
+        if not unsynced:
+            log.info("stopped; everything acknowledged is stored")
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

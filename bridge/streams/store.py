@@ -55,6 +55,7 @@ LOCK = "lock"
 MEMORY = "memory"
 RANDOM_BITS = 40  # of ms: 35 years
 SLICE = 200  # streams that are maintained at a time, a few milliseconds, before clients are served
+LAST_SYNCS = 3  # attempts at a stop; a failed sync is written again elsewhere, which may fail too
 RESERVE = 10_000_000  # numbers of a memory stream that one write of its definition covers
 
 log = logging.getLogger(__name__)
@@ -417,10 +418,16 @@ class StreamStore:
                 known = numbers
                 await asyncio.to_thread(self.clock.try_save)
 
-    async def close(self) -> None:
-        """Commit pending messages, sync everything, close the files and release the lock."""
+    async def close(self) -> list[str]:
+        """Commit pending messages, sync everything, close the files and release the lock.
+
+        Returns the streams of which a power cut may now take committed messages, because syncs fail.
+        """
         await self.committer.drain()
-        await self.committer.sync(list(self.streams.values()))
+        unsynced = list(self.streams.values())
+        for _ in range(LAST_SYNCS):
+            await self.committer.sync(unsynced)
+            unsynced = [stream for stream in unsynced if stream.unsynced()]
         for stream in self.streams.values():
             stream.drops.save()
             if stream.settings.memory:  # after a clean stop, the next number is known exactly
@@ -434,6 +441,7 @@ class StreamStore:
         with contextlib.suppress(OSError):  # shared, or not empty
             self._memory.rmdir()
         os.close(self._lock)
+        return [stream.name for stream in unsynced]
 
 
 async def in_slices(streams: Sequence[Stream]) -> AsyncIterator[Sequence[Stream]]:

@@ -39,6 +39,7 @@ class House:
         self.system: System = Shifted()  # the machine's clocks
         self.events: list[str] = []
         self.floors: dict[str, int] = {}
+        self.unsynced: list[str] = []  # streams that the last stop could not sync
 
     def keys(self) -> Keys:
         """The keys of the directory, as another process has them."""
@@ -58,7 +59,7 @@ class House:
         try:
             yield store
         finally:
-            await store.close()
+            self.unsynced = await store.close()
 
     @asynccontextmanager
     async def stream(self, name: str = "s", **settings: Any) -> AsyncIterator[Stream]:

@@ -305,6 +305,29 @@ def test_what_could_not_be_written_elsewhere_after_a_failed_sync_is_written_at_t
     run(work())
 
 
+@pytest.mark.parametrize(("failures", "unsynced"), [(4, []), (100, ["s"])])
+def test_a_stop_syncs_again_what_it_could_not_sync_and_names_the_rest(
+    house: House, failures: int, unsynced: list[str]
+) -> None:
+    class Failing(Files):
+        left = 0
+
+        def sync(self, fd: int) -> None:
+            if self.left and Path(f"/proc/self/fd/{fd}").readlink().suffix in (".seg", ".tmp"):
+                self.left -= 1
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            super().sync(fd)
+
+    async def work() -> None:
+        house.files = disk = Failing()
+        async with house.stream() as stream:
+            await put(stream, b"a")
+            disk.left = failures
+        assert house.unsynced == unsynced
+
+    run(work())
+
+
 class HeldHeader(Files):
     """A disk that holds the header of a segment back, if a thread writes it, and then has no room."""
 
