@@ -152,8 +152,10 @@ def examine(
             repaired.add(frame, offset + frame.start)
         offset += b - a
     repaired.next = index.next
+    torn_header = whole and not any(data[: HEADER.size])  # a power cut has kept a later write
+    what = "its header is incomplete" if torn_header else "it is damaged"
     return Examined(
-        repaired.summary(offset), [Damage(path, "it is damaged; its sound frames were kept", lost)], opening
+        repaired.summary(offset), [Damage(path, f"{what}; its sound frames were kept", lost)], opening
     )
 
 

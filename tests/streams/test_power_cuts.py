@@ -23,6 +23,7 @@ from bridge.operations.manager import StreamManager
 from bridge.streams.drops import DropReason
 from bridge.streams.meta import MessageLimits, StorageSettings
 from bridge.streams.reader import StreamReader
+from bridge.streams.segment import HEADER
 from bridge.streams.store import StreamStore
 
 from ..test_manager import REGISTRY, NoExports
@@ -292,5 +293,21 @@ def test_a_disk_that_forgets_is_noticed(house: House, disk: Disk) -> None:
             found = disk.power_cut(house)
         async with found.stream() as stream:
             assert payloads(stream) == []
+
+    run(work())
+
+
+def test_a_segment_whose_header_a_power_cut_has_lost_keeps_its_frames(house: House) -> None:
+    """The header and the first frame are two writes; only the second one was on the disk."""
+
+    async def work() -> None:
+        async with house.stream() as stream:
+            await put(stream, b"a")
+        (path,) = house.directory().glob("*.seg")
+        path.write_bytes(bytes(HEADER.size) + path.read_bytes()[HEADER.size :])
+        async with house.stream() as stream:
+            assert payloads(stream) == [b"a"]
+        (event,) = house.events
+        assert "its header is incomplete; its sound frames were kept" in event
 
     run(work())
