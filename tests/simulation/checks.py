@@ -583,7 +583,7 @@ class Checks:
         assert message.acked is not None
         return message.sent[0] if several else message.acked
 
-    def _failed_at(self, *places: str) -> bool:
+    def failed_at(self, *places: str) -> bool:
         """Whether a call for one of these files has ever failed."""
         return any(place in path for place in places for _, path in self.world.troubles)
 
@@ -594,7 +594,7 @@ class Checks:
         It does if the power is cut before the step is noted (`bridge.clock`).
         """
         world = self.world
-        bad = bool(world.lies) or self._failed_at("/data/clock")
+        bad = bool(world.lies) or self.failed_at("/data/clock")
         return any(
             at < cut and (bad or self.longest_calm(at, cut) < NOTED + world.disk.syncing(at, cut))
             for at in self.steps
@@ -604,7 +604,7 @@ class Checks:
     def _not_too_old(self, there: set[bytes]) -> None:
         """A message lives as long as its stream says, whatever the wall clock does."""
         world = self.world
-        if self.passes_for_time or self._failed_at("/data/clock", "/streams/aged"):
+        if self.passes_for_time or self.failed_at("/data/clock", "/streams/aged"):
             return
         for device in world.devices:
             for message in device.messages:

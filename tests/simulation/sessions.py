@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .checks import Checks
     from .world import World
 
+NOTICED = 0.1  # s after which the broker knows that a connection is gone
 JOURNAL_SYNC = 1.0  # s between syncs of the journal
 SLACK = 0.5  # s, of a sync that is under way
 
@@ -76,9 +77,11 @@ class SessionChecks:
                 continue
             if message.expiry and not checks.clocked and not world.cuts:
                 age = at - message.sent[-1]
-                # One that was on its way before may be sent again at any time (MQTT 5 section 3.3.2.3.3).
+                # One that was on its way before may be sent again at any time (MQTT 5 section 3.3.2.3.3). The
+                # broker learns later that a subscriber has left.
                 started = not any(
-                    left <= message.sent[0] and back > at - 1 for back, left, *_ in subscriber.returns
+                    left + NOTICED <= message.sent[0] and back > at - 1
+                    for back, left, *_ in subscriber.returns
                 )
                 if (age > message.expiry + 1 and not started) or (left and left > message.expiry - age + 1.5):
                     checks.broken(f"the subscriber got {payload!r} after {age:.1f} s, with {left} s left")
