@@ -82,6 +82,8 @@ class Auth:
         self._networks: dict[str, None] = {}  # that have logged in, the last one at the end
         self._unheard: float | None = None  # since when the child has a question and has been silent
         self._bases: dict[str, frozenset[str]] = {}  # by plugin
+        self._logins: set[asyncio.Task[wire.Answer]] = set()  # that the plugins are asked about
+        self._stopping = False
         self.restarts = 0
 
     @property
@@ -111,6 +113,7 @@ class Auth:
 
     async def stop(self) -> None:
         """Refuse waiting logins, and end the child."""
+        self._stopping = True
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -118,6 +121,9 @@ class Auth:
         if self._ending:
             await asyncio.wait(self._ending)
         self._ending.clear()
+        self._nobody_answers()
+        if self._logins:
+            await asyncio.wait(self._logins)
 
     def reload(self, settings: AuthSettings) -> None:
         """From now on, ask other plugins or with other options, in a new child."""
@@ -196,6 +202,8 @@ class Auth:
                 return wire.Answer(0, error=f"no turn in {seconds:g} s; see auth.timeout and auth.threads")
             # A client that disconnects does not return its turn, because the plugins are still busy with it.
             asking = asyncio.create_task(self._ask(login, None, until))
+            self._logins.add(asking)
+            asking.add_done_callback(self._logins.discard)
             asking.add_done_callback(lambda _: turns.done())
             return await asyncio.shield(asking)
         finally:
@@ -221,6 +229,8 @@ class Auth:
         """Wait for an answer until `until`. Its `error` says why there is none."""
         self._number += 1
         ask = wire.Ask(self._number, login, topic, until)
+        if self._stopping:
+            return wire.Answer(ask.number, error="the gateway stops")
         if len(self._asked) >= self.settings.pending:
             return wire.Answer(ask.number, error=f"{len(self._asked)} clients wait; see auth.pending")
         future: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
@@ -305,9 +315,12 @@ class Auth:
                     self._process.kill()
                 await self._process.wait()
                 self._process = None
-            for number, (future, _) in self._asked.items():
-                if not future.done():
-                    future.set_result(wire.Answer(number, error="the auth process has ended"))
+            self._nobody_answers()
+
+    def _nobody_answers(self) -> None:
+        for number, (future, _) in self._asked.items():
+            if not future.done():
+                future.set_result(wire.Answer(number, error="the auth process has ended"))
 
     def _handle(self, message: wire.Ready | wire.Answer) -> None:
         self._unheard = None
