@@ -389,8 +389,11 @@ class Checks:
         return {number: payload for number, _, payload in self._read().get(name, ())}
 
     def after_cut(self) -> None:
-        """Numbers whose messages may have been lost may be used again, unless they were exported."""
-        for name in ("plain", "both", "ring", "memory", "aged", "ids", "work"):
+        """Numbers whose messages may have been lost may be used again, unless they were exported.
+
+        Also those of dead letters: a start may find one that was not synced, and somebody has seen it then.
+        """
+        for name in ("plain", "both", "ring", "memory", "aged", "ids", "work", *LETTERS):
             seen = self.seen[name]
             for number in list(seen):
                 if self.exported.get(name, {}).get(number) is not None:

@@ -134,6 +134,8 @@ class ConsumerChecks:
         self._terminated: set[int] = set()
         self.since = 0.0  # when the consumer was started over; what was asked before does not count
         self.unanswered = 0  # fetches
+        # Answers, by number, to fetches from before that: the consumer of before has made them, or the new one.
+        self._earlier: Counter[int] = Counter()
         self.unsaved: list[float] = []  # when a fetch was refused
         self._given_back: dict[tuple[str, int], float] = {}  # when, by worker and number
         self.ends = False  # from now on everything is acknowledged at once
@@ -152,6 +154,7 @@ class ConsumerChecks:
         checks, now = self.checks, self.world.kernel.now
         self._payloads[number] = payload
         if asked < self.since:
+            self._earlier[number] += 1
             return
         before = self.latest.get(number)
         # It may have given it back for an earlier delivery, while the answer of this one was on its way.
@@ -164,7 +167,7 @@ class ConsumerChecks:
         if checks.message(payload) is None:
             checks.broken(f"work: a worker got number {number}, which was never sent: {payload!r}")
         if before is None:
-            if count > 1 + self._unseen() + self._under_way():
+            if count > 1 + self._earlier[number] + self._unseen() + self._under_way():
                 checks.broken(f"work: number {number} comes for the first time, and says it is time {count}")
             return
         if before.payload != payload:
@@ -243,6 +246,7 @@ class ConsumerChecks:
             self.since = world.kernel.now
             self.latest.clear()
             self._endings.clear()
+            self._earlier.clear()
 
     def left(self) -> list[bytes]:
         """What is acknowledged to devices, and was not acknowledged by a worker."""
