@@ -302,6 +302,15 @@ def openings(data_dir: Path) -> set[int]:
     return found
 
 
+def settle(data_dir: Path) -> None:
+    """Make certain that a power cut brings back no other content of the cursors. Raises OSError.
+
+    A killed worker may not have synced what `openings` has found.
+    """
+    for path in (data_dir / "exports").glob("*/*.cursor"):
+        Files().sync_path(path)
+
+
 class CursorFile:
     """The file of one cursor, open for writing."""
 
@@ -340,9 +349,9 @@ class CursorFile:
         """
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            found = _slots(fd, sealing)
-            if found:
-                return max(found, key=itemgetter(0))[1]
+            for _, cursor in sorted(_slots(fd), key=itemgetter(0), reverse=True):
+                with contextlib.suppress(CorruptData):
+                    return cursor if sealing is None else _decrypted(cursor, sealing)
             if os.fstat(fd).st_size == 0:
                 return None
         finally:
@@ -421,8 +430,17 @@ class CursorFile:
         os.close(self._fd)
 
 
-def _slots(fd: int, sealing: Sealing | None = None) -> list[tuple[int, Cursor]]:
-    """Return the valid slots with their generations; with `sealing`, decrypted."""
+def _decrypted(cursor: Cursor, sealing: Sealing) -> Cursor:
+    """Return a cursor with its state and transform decrypted. Raises CorruptData or EncryptionKeyError."""
+    if cursor.sealed is not True:
+        return cursor
+    state = sealing.open(cursor.state) if cursor.state else b""
+    transform = sealing.open(cursor.transform) if cursor.transform else b""
+    return msgspec.structs.replace(cursor, state=state, transform=transform, sealed=UNSET)
+
+
+def _slots(fd: int) -> list[tuple[int, Cursor]]:
+    """Return the valid slots with their generations."""
     found = []
     for number in range(2):
         data = os.pread(fd, SLOT, number * SLOT)
@@ -432,7 +450,7 @@ def _slots(fd: int, sealing: Sealing | None = None) -> list[tuple[int, Cursor]]:
         body = data[_HEAD.size + 4 : _HEAD.size + 4 + length]
         crc = int.from_bytes(data[_HEAD.size : _HEAD.size + 4], "big")
         if magic == _MAGIC and len(body) == length and crc32(body, crc32(data[: _HEAD.size])) == crc:
-            with contextlib.suppress(msgspec.MsgspecError, struct.error, CorruptData):
+            with contextlib.suppress(msgspec.MsgspecError, struct.error):
                 cursor = msgspec.msgpack.decode(body, type=Cursor)
                 if cursor.transform:
                     check, around = cursor.transform[: _SEAL.size], cursor.transform[_SEAL.size :]
@@ -440,10 +458,6 @@ def _slots(fd: int, sealing: Sealing | None = None) -> list[tuple[int, Cursor]]:
                     if _seal(content) != check:
                         continue
                     cursor.transform = around[:_AROUND] + content + around[_AROUND:]
-                if cursor.sealed is True and sealing is not None:
-                    cursor.state = sealing.open(cursor.state) if cursor.state else b""
-                    cursor.transform = sealing.open(cursor.transform) if cursor.transform else b""
-                    cursor.sealed = UNSET
                 found.append((generation, cursor))
     return found
 

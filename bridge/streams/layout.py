@@ -82,6 +82,14 @@ class Files:
         """Wait until the file's data is on the disk (fdatasync); raises OSError."""
         os.fdatasync(fd)
 
+    def sync_path(self, path: Path) -> None:
+        """Wait until what a file has now is on the disk."""
+        fd = self.open(path, os.O_RDONLY)
+        try:
+            self.sync(fd)
+        finally:
+            os.close(fd)
+
     def truncate(self, fd: int, size: int) -> None:
         os.ftruncate(fd, size)
 

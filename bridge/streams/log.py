@@ -147,11 +147,16 @@ class SegmentLog:
     def settle(self) -> None:
         """Make certain that a power cut brings back no other content of the directory. Raises OSError.
 
-        A killed process may not have synced what this one has found. Segments with an index are synced.
+        A killed process may not have synced what this one has found. Segments with an index are synced. Files
+        that are empty may have been cut, and what they had be on the disk.
         """
         for item in (*self.closing, self.active):
             if item.fd >= 0:
-                self._files.sync(item.fd)
+                self._sync(item)
+        empty = [self.active.path] if self.active.fd < 0 else []
+        for path in (*self.obsolete.paths, *empty):
+            with contextlib.suppress(FileNotFoundError):
+                self._files.sync_path(path)
         self._files.sync_directory(self._path)
 
     def renew(self) -> None:

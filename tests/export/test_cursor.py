@@ -8,14 +8,24 @@ import os
 import random
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bridge.errors import CorruptData
-from bridge.export.cursor import SLOT, Cursor, CursorFile, Skipped, highest_exported, stream_directory
+from bridge.encryption import Keys, new_master
+from bridge.errors import CorruptData, EncryptionKeyError
+from bridge.export.cursor import (
+    SLOT,
+    Cursor,
+    CursorFile,
+    Sealing,
+    Skipped,
+    highest_exported,
+    openings,
+    stream_directory,
+)
 from bridge.export.planning import Source
 from bridge.export.position import Position
 from bridge.plugin.api import BatchedConfig, BatchLimits
@@ -45,6 +55,38 @@ def test_the_newest_slot_counts_and_a_torn_one_costs_one_step(tmp_path: Path) ->
         found = CursorFile.read(path)
         assert found is not None
         assert found.position in (3, 4)
+
+
+def test_a_slot_whose_key_is_gone_does_not_hide_a_newer_one(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text(new_master())
+    path = stream_directory(tmp_path, "s") / "c.cursor"
+
+    def write(position: int) -> int:
+        with closing(Keys(tmp_path, tmp_path / "key")) as keys:
+            keys.check()
+            file = CursorFile(path, Sealing(keys, path, 7))
+            file.encrypted = True
+            file.write(Cursor(epoch=7, kind="k", position=position, state=b"%d" % position))
+            file.close()
+            return keys.own()
+
+    write(1)
+    older = openings(tmp_path)
+    write(2)
+    newer = openings(tmp_path) - older
+    for opening in older:
+        (tmp_path / "keys" / f"{opening:016x}.key").unlink()
+    with closing(Keys(tmp_path, tmp_path / "key")) as keys:
+        keys.check()
+        found = CursorFile.read(path, Sealing(keys, path, 7))
+        assert found is not None
+        assert (found.position, found.state) == (2, b"2")
+        for opening in newer:
+            (tmp_path / "keys" / f"{opening:016x}.key").unlink()
+    with closing(Keys(tmp_path, tmp_path / "key")) as keys:
+        keys.check()
+        with pytest.raises(EncryptionKeyError):
+            CursorFile.read(path, Sealing(keys, path, 7))
 
 
 def test_a_cursor_torn_at_any_length_is_read_complete_or_reported_missing(tmp_path: Path) -> None:

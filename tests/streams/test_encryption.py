@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
@@ -556,6 +557,74 @@ def test_a_key_is_deleted_only_once_it_is_certain_that_its_segments_are_gone(hou
             calls.clear()
             assert store.keys.collect(store.openings, store.settle) == 1
             assert calls == ["sync .seg", "sync"]  # a killed process may have left all in the page cache
+
+    run(work())
+
+
+def test_a_sync_that_fails_before_keys_are_deleted_is_not_forgotten(house: House) -> None:
+    """The kernel reports a failed sync once; what was to be synced is written elsewhere."""
+
+    class Once(Files):
+        fail = False
+
+        def sync(self, fd: int) -> None:
+            if self.fail and Path(f"/proc/self/fd/{fd}").readlink().suffix == ".seg":
+                self.fail = False
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            super().sync(fd)
+
+    async def work() -> None:
+        for n in range(2):
+            async with house.stream() as stream:
+                await put(stream, b"%d" % n)
+        house.files = disk = Once()
+        async with house.store() as store:
+            stream = store.streams["s"]
+            stream.drop_upto(1, DropReason.PURGED)
+            await deleted(stream)
+            disk.fail = True
+            with pytest.raises(OSError, match="Input/output error"):
+                store.keys.collect(store.openings, store.settle)
+            await store.committer.sync([stream])
+            assert "what was not on the disk was written to a new file" in house.events[-1]
+            assert store.keys.collect(store.openings, store.settle) == 1
+
+    run(work())
+
+
+def test_the_key_of_a_file_that_was_cut_stays_until_the_disk_has_it_cut(house: House, tmp_path: Path) -> None:
+    """A full disk: files are cut before they are deleted, and a process is killed in between."""
+    synced: list[str] = []
+
+    class Noting(Files):
+        def unlink(self, path: Path) -> None:
+            if path.suffix == ".seg":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            super().unlink(path)
+
+        def sync(self, fd: int) -> None:
+            super().sync(fd)
+            synced.append(Path(f"/proc/self/fd/{fd}").readlink().name)
+
+    async def work() -> None:
+        for n in range(2):
+            async with house.stream() as stream:
+                await put(stream, b"%d" % n)
+        cut = f"{0:020d}.seg"
+        house.files = Noting()
+        async with house.store() as store:
+            stream = store.streams["s"]
+            stream.drop_upto(1, DropReason.PURGED)
+            with pytest.raises(OSError, match="Input/output error"):
+                stream.obsolete.delete_now(stream.oldest)
+            assert (house.directory() / cut).stat().st_size == 0
+            shutil.copytree(house.data_dir, tmp_path / "killed" / "data", symlinks=True)
+        found = House(tmp_path / "killed", encrypted=True, key_file=house.key_file)
+        found.files = Noting()
+        async with found.store() as store:
+            synced.clear()
+            store.keys.collect(store.openings, store.settle)
+            assert cut in synced
 
     run(work())
 
