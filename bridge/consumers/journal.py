@@ -170,6 +170,7 @@ class Journal:
         else:
             if self._fd is None:
                 self._fd = self._files.open(self._path, os.O_RDWR)
+                self._files.sync(self._fd)  # a killed process may not have synced the half that counts
             self._files.write(self._fd, [data], (1 - self._number) * self._half)
             self._files.sync(self._fd)
             self._number = 1 - self._number

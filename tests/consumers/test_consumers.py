@@ -730,6 +730,7 @@ async def test_what_a_killed_gateway_had_not_synced_is_on_the_disk_before_a_repl
         two = Worker(await again.connect("w"), "w")
         with held_syncs(again, held=False) as syncs:
             assert await two.ack(ack=[0]) == [0], "it was acknowledged"
-            assert syncs.number == 1
+            before = syncs.number
+            assert before > 0
             assert await two.ack(ack=[0]) == [0]
-            assert syncs.number == 1
+            assert syncs.number == before

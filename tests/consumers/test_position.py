@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -131,6 +132,25 @@ def test_a_file_that_is_cut_or_flipped_anywhere_gives_an_earlier_position_or_non
             path.write_bytes(damaged)
             with suppress(CorruptData):
                 assert summary(read(path)) in known
+
+
+def test_the_half_that_counts_is_on_the_disk_before_the_other_one_is_overwritten(tmp_path: Path) -> None:
+    """A process is killed before the sync of a half; the next one finds it in the page cache."""
+    path, calls = tmp_path / "c.consumer", list[str]()
+
+    class Noting(Files):
+        def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
+            calls.append("write")
+            super().write(fd, parts, offset)
+
+        def sync(self, fd: int) -> None:
+            calls.append("sync")
+            super().sync(fd)
+
+    written(path, 2)
+    with closing(Journal(Noting(), path, IDENTITY, load(path))) as journal:
+        journal.write_whole(Position(5).whole(0), 1)
+    assert calls == ["sync", "write", "sync"]
 
 
 def test_a_torn_write_of_the_whole_position_costs_nothing(tmp_path: Path) -> None:
