@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from bridge.mqtt.broker.recovery import find_stored_ids
-from bridge.mqtt.broker.replay import ReplayPoint
+from bridge.mqtt.broker.replay import FEW, ReplayPoint
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5
 from bridge.streams.layout import Files
@@ -316,6 +316,38 @@ def test_the_next_message_with_the_id_of_a_refused_one_is_stored_in_all_of_its_s
         assert await bridge.payloads("other") == [b"refused", b"next"]
 
     run(tmp_path)
+
+
+def test_messages_whose_topic_and_payload_are_the_same_together_are_told_apart(tmp_path: Path) -> None:
+    @bridge_test
+    async def run(bridge: Bridge) -> None:
+        bridge.stream("other", "in/+")
+        options = {"level": V5, "clean": False, "properties": {p.SESSION_EXPIRY: 60, **PLAIN}}
+        client = await bridge.connect("c", **options)
+        await refused_by(bridge, "s", client, publish("in/1", b"15", 2, 6, level=V5))
+        client = await bridge.connect("c", **options)
+        answer = await client.exchange(publish("in/11", b"5", 2, 6, dup=True, level=V5))
+        assert answer == Packet(0x50, b"\0\6")
+        assert await bridge.payloads("other") == [b"15", b"5"]
+
+    run(tmp_path)
+
+
+@bridge_test
+async def test_a_client_that_sends_other_messages_with_one_id_takes_no_more_memory(bridge: Bridge) -> None:
+    bridge.stream("other", "in/both")
+    client = await bridge.connect("c", clean=False)
+    for n in range(12):
+        client = await refused_by(bridge, "s", client, publish("in/both", b"%d" % n, 2, 6, dup=True))
+    for restart in (False, True):
+        if restart:
+            await bridge.restart()
+        session = bridge.broker.sessions.get("c")
+        assert session is not None
+        assert len(session.partial[6]) <= FEW
+    client = await bridge.connect("c", clean=False)
+    assert await client.exchange(publish("in/both", b"11", 2, 6, dup=True)) == Packet(0x50, b"\0\6")
+    assert (await bridge.payloads("other")).count(b"11") == 1
 
 
 @bridge_test(hurry=5)

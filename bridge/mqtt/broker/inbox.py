@@ -282,11 +282,11 @@ class Inbox:
         assert session is not None
         ids, batch.ids = batch.ids, {}  # from here on they are in use, even if the journal fails
         if session.persistent:
-            for packet_id, (_, places) in ids.items():
+            for packet_id, one in ids.items():
                 # After a restart, a stream in memory is empty, and resent messages are stored again.
-                if any(stream.lasting for stream in places):
+                if any(stream.lasting for stream in one.places):
                     journal.received(session, packet_id)
-        journal.settled_in(((at, n) for _, places in ids.values() for at, n in places.items()), batch)
+        journal.settled_in(((at, n) for one in ids.values() for at, n in one.places.items()), batch)
         if session.persistent:
             batch.waiting = 1
             journal.after_commit(batch.committed)
@@ -299,11 +299,11 @@ class Inbox:
         if session is None:
             return
         session.free_ids(batch.ids)
-        for packet_id, (digest, places) in batch.ids.items():
-            stored = {at.name for at in places if at not in batch.failed} if batch.failed else set()
+        for packet_id, unstored in batch.ids.items():
+            stored = {at.name for at in unstored.places if at not in batch.failed} if batch.failed else set()
             if stored:
-                found = session.partial.setdefault(packet_id, Partial())
-                found[digest] = found.streams(digest) | stored
+                found, digest = session.partial.setdefault(packet_id, Partial()), unstored.digest
+                found.hold(digest, found.streams(digest) | stored)
                 if session.persistent:
                     self._journal.held(session, packet_id, digest)
-        self._journal.not_stored((places for _, places in batch.ids.values()), batch.failed, batch)
+        self._journal.not_stored((one.places for one in batch.ids.values()), batch.failed, batch)

@@ -240,7 +240,7 @@ class Publisher:
                 batch.touched[self._journal] = None
                 return
             new = {stream: place for stream, place in places.items() if stream not in known}
-            batch.ids[packet.number] = Unstored(digest_of(packet.topic, packet.payload), new)
+            batch.ids[packet.number] = Unstored(packet.topic, packet.payload, new)
             for stream, place in new.items():
                 self._journal.replay_points[stream.name].expect(place, batch)
 

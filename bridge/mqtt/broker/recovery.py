@@ -117,7 +117,7 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
                 saved[client].incoming.discard(packet_id)
                 saved[client].partial.pop(packet_id, None)
             case Held(client, packet_id, streams, digest) if client in saved:
-                saved[client].partial.setdefault(packet_id, Partial())[digest] = frozenset(streams)
+                saved[client].partial.setdefault(packet_id, Partial()).hold(digest, frozenset(streams))
             case Willed(client, topic, payload, qos, retain, properties) if client in saved:
                 saved[client].will = Will(topic, payload, qos, retain, properties) if topic else None
             case _:
@@ -221,7 +221,7 @@ async def find_stored_ids(broker: Broker) -> None:
         if key in refused or all(stream.name in names for stream in own):
             session.take_ids((packet_id,))
         else:
-            session.partial.setdefault(packet_id, Partial())[digest] = frozenset(names)
+            session.partial.setdefault(packet_id, Partial()).hold(digest, frozenset(names))
 
 
 def snapshot(broker: Broker) -> Iterator[Record]:

@@ -19,16 +19,28 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.store import Stream
 
 
+FEW = 4  # messages of one packet id that are told apart; only the newest may be sent again
+
+
 def digest_of(topic: bytes, payload: bytes) -> int:
-    """Return a number, not 0, that tells the messages apart that a client has sent with one packet id."""
-    return crc32(payload, crc32(topic)) or 1
+    """Return a number, not 0, that tells the messages apart that a client has sent with one packet id.
+
+    Messages that differ only in their properties are taken for one.
+    """
+    return crc32(payload, crc32(topic + b"\0")) or 1  # no topic has a NUL (MQTT-4.7.3-2)
 
 
 class Unstored(NamedTuple):
-    """A QoS 2 message whose id is in use only if the commit succeeds: its digest, and its numbers."""
+    """A QoS 2 message whose id is in use only if the commit succeeds, and its numbers."""
 
-    digest: int
+    topic: bytes
+    payload: bytes
     places: dict[Stream, int]
+
+    @property
+    def digest(self) -> int:
+        """See `digest_of`."""
+        return digest_of(self.topic, self.payload)
 
 
 class Partial(dict[int, frozenset[str]]):
@@ -36,12 +48,19 @@ class Partial(dict[int, frozenset[str]]):
 
     The id alone does not identify a message. If the client is told that it is refused, the next one may have
     the id, and DUP, if its first attempt was lost (section 4.3.3). The digest 0 is of an older version's
-    journal, and stands for any message.
+    journal, and stands for any message. Of more than `FEW` messages, the oldest are forgotten.
     """
 
     def streams(self, digest: int) -> frozenset[str]:
         """Return the streams that have the message with this digest."""
         return self.get(digest) or self.get(0, frozenset())
+
+    def hold(self, digest: int, streams: frozenset[str]) -> None:
+        """These streams have this message, which is the newest of the id."""
+        self.pop(digest, None)
+        self[digest] = streams
+        if len(self) > FEW:
+            del self[next(iter(self))]
 
 
 NONE: Final = Partial()  # not to be changed
