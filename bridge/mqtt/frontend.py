@@ -94,6 +94,11 @@ class MqttFrontEnd:
                 await part.stop()
         self._runtime.close()
 
+    @property
+    def failed(self) -> bool:
+        """Return whether the sessions cannot be written to the disk."""
+        return self._server is not None and self._server.broker.journal.failed
+
     def reload(self, config: MqttConfig, upstreams: Sequence[UpstreamSettings] = ()) -> None:
         """Apply users, rules, certificates and upstreams, all or nothing. Raises ConfigError."""
         if self._server is None:

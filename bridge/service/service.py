@@ -86,6 +86,7 @@ def _collect_keys(keys: Keys, store: StreamStore) -> None:
 
     def settle() -> None:
         store.settle()
+        cursor.settle(store.data_dir)
         journalfile.settle(store.data_dir)
 
     try:
@@ -273,7 +274,7 @@ class Service:
             audit.record("stop", why="signal" if self._signalled else "internal error")
             for task in self._pending:
                 task.cancel()
-        if not unsynced:
+        if not (unsynced or front_end.failed):
             log.info("stopped; everything acknowledged is stored")
 
     def _spawn(self, work: Awaitable[None]) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from bridge.encryption import new_master
 
-from .harness import Bridge, Client, bridge_test, copied, found_again, full_disk, publish, until
+from .harness import Bridge, Client, Packet, ack, bridge_test, copied, found_again, full_disk, publish, until
 
 
 class Held:
@@ -212,5 +212,78 @@ def test_sessions_whose_key_is_lost_are_kept_in_a_file_and_the_gateway_runs(
         subscriber = await bridge.connect("s", clean=False)
         assert (await subscriber.message()).payload == b"waits"
         assert await subscriber.silent()
+
+    run(tmp_path)
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_ids_of_sessions_that_come_back_with_their_key_do_not_hide_new_messages(
+    tmp_path: Path, released: bool
+) -> None:
+    """Meanwhile, the client has had a session of its own, and has used its packet ids again."""
+
+    @bridge_test
+    async def run(bridge: Bridge) -> None:
+        (bridge.root / "key").write_text(new_master())
+        await bridge.restart()
+        bridge.stream("secret", "secret", encryption=True)
+
+        async def send(packet_id: int) -> None:
+            client = await bridge.connect("p", clean=False)
+            await client.exchange(publish("in/a", b"%d" % packet_id, 2, packet_id))
+            if released:
+                await client.exchange(ack(0x62, packet_id))
+            client.disconnect()
+            await bridge.stop()
+
+        await send(1)
+        (key_file,) = (bridge.root / "data" / "keys").glob("*.key")
+        good = key_file.read_bytes()
+        key_file.unlink()
+        await bridge.start()
+        await send(2)
+        journal = bridge.root / "data" / "mqtt" / "sessions.journal"
+        key_file.write_bytes(good)
+        journal.with_name(f"{journal.name}.{key_file.stem}").rename(journal)
+        await bridge.start()
+        client = await bridge.connect("p", clean=False)
+        for packet_id in (1, 2):
+            answer = await client.exchange(publish("in/a", b"new %d" % packet_id, 2, packet_id))
+            assert answer == Packet(0x50, bytes([0, packet_id]))
+        assert (await bridge.payloads("s"))[2:] == [b"new 1", b"new 2"]
+
+    run(tmp_path)
+
+
+@pytest.mark.parametrize("failures", [1, 100])
+def test_a_stop_writes_the_sessions_anew_if_they_cannot_be_synced_and_says_so_if_that_fails_too(
+    tmp_path: Path, failures: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    @bridge_test
+    async def run(bridge: Bridge) -> None:
+        subscriber = await bridge.connect("s", clean=False)
+        await subscriber.subscribe(("plain", 1))
+        subscriber.disconnect()
+        journal = bridge.root / "data" / "mqtt" / "sessions.journal"
+        publisher = await bridge.connect("p")
+        on_disk, left, sync = journal.read_bytes(), failures, os.fdatasync
+
+        def failing(fd: int) -> None:
+            nonlocal left
+            if left and Path(f"/proc/self/fd/{fd}").readlink().name.startswith("sessions."):
+                left -= 1
+                raise OSError(errno.EIO, "Input/output error")
+            sync(fd)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fdatasync", failing)
+            await publisher.exchange(publish("plain", b"waits", 1, 1))
+            await bridge.stop()
+        lost = "a power cut now, or the next start, may bring back older sessions"
+        assert (lost in caplog.text) is bridge.front.failed is (failures > 1)
+        assert journal.read_bytes() != on_disk
+        await bridge.start()
+        subscriber = await bridge.connect("s", clean=False)
+        assert (await subscriber.message()).payload == b"waits"
 
     run(tmp_path)

@@ -85,7 +85,9 @@ class Journal:
         self.replay_points: dict[str, ReplayPoint] = {}
         self.snapshot: Callable[[], Iterable[Record]] = tuple
         self._numbers = 0
-        self._file = JournalFile(path, runtime, self._bodies, keys, encrypts)
+        self._stopped = False
+        outdated = _encoder.encode(Booted(UNKNOWN))
+        self._file = JournalFile(path, runtime, self._bodies, keys, encrypts, outdated)
 
     @property
     def failed(self) -> bool:
@@ -118,7 +120,8 @@ class Journal:
         self._file.after_commit(done)
 
     def close(self) -> None:
-        """Write and sync everything, for a clean stop."""
+        """Write and sync everything, for a clean stop. `failed` says whether that was not possible."""
+        self._stopped = True
         self._add(Booted(""))
         self._file.close()
 
@@ -128,6 +131,8 @@ class Journal:
     def _bodies(self) -> Iterator[bytes]:
         for record in (Booted(self._boot or UNKNOWN), *self.snapshot()):
             yield _encoder.encode(record)
+        if self._stopped:
+            yield _encoder.encode(Booted(""))
 
     # -- records ------------------------------------------------------------
 

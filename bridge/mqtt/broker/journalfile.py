@@ -10,6 +10,7 @@ Numbers are big-endian. The crc is the CRC-32 of the `length` bytes after it.
 While any stream is encrypted, the bodies are too, and the highest bit of their length is set. They are sealed
 as `bridge.encryption` describes, with the context "journal". If the file of their key in `keys/` is lost or
 damaged, the file is kept under its name with `.` and the number of that key, and the sessions start empty.
+The last frame of a kept file says that it may be out of date.
 
 States:
 
@@ -81,11 +82,13 @@ class JournalFile:
         snapshot: Callable[[], Iterable[bytes]],
         keys: Keys | None = None,
         encrypts: Callable[[], bool] = lambda: False,
+        outdated: bytes = b"",
     ) -> None:
         """`snapshot` returns the bodies of all live records.
 
-        `encrypts` returns whether to encrypt them with `keys`.
+        `encrypts` returns whether to encrypt them with `keys`. `outdated` ends a file that is kept.
         """
+        self._outdated = outdated
         self.path, self._runtime, self._snapshot = path, runtime, snapshot
         self._keys, self._encrypts = keys, encrypts
         self._sealed = False  # whether the last snapshot was encrypted
@@ -117,7 +120,7 @@ class JournalFile:
                 except CorruptData:
                     break
                 except EncryptionKeyError as error:
-                    self._keep(opening_of(body), error)
+                    self._keep(opening_of(body), data, error)
                     return
             else:
                 yield body
@@ -125,8 +128,20 @@ class JournalFile:
         if pos < len(data):
             log.warning("%s: %d bytes at the end are damaged and were left out", self.path, len(data) - pos)
 
-    def _keep(self, opening: int, why: EncryptionKeyError) -> None:
-        """Set the file aside, because a gateway without its sessions is better than none. Raises OSError."""
+    def _keep(self, opening: int, data: bytes, why: EncryptionKeyError) -> None:
+        """Set the file aside, because a gateway without its sessions is better than none. Raises OSError.
+
+        By the time it is back, clients will have used their packet ids for other messages.
+        """
+        *_, (_, _, end) = _frames(data)
+        mark = _FRAME.pack(len(self._outdated), crc32(self._outdated)) + self._outdated
+        fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            write_all(fd, mark, end)
+            os.ftruncate(fd, end + len(mark))
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
         kept = self.path.with_name(f"{self.path.name}.{opening:016x}")
         self.path.replace(kept)
         log.error(
@@ -200,7 +215,7 @@ class JournalFile:
             done(None)
 
     def close(self) -> None:
-        """Write and sync everything, and close the file."""
+        """Write and sync everything, and close the file. `failed` says whether that was not possible."""
         if not self._open:
             return
         self._open = False
@@ -214,9 +229,15 @@ class JournalFile:
         if self._fd < 0:
             return
         try:
-            os.fdatasync(self._fd)
+            try:
+                os.fdatasync(self._fd)
+            except OSError:  # the kernel may have dropped what was not synced, and not report it again
+                self._write_snapshot()
         except OSError as error:
-            log.error("%s: %s; a power cut now may bring back older sessions", self.path, error)
+            self.failed = True
+            log.error(
+                "%s: %s; a power cut now, or the next start, may bring back older sessions", self.path, error
+            )
         os.close(self._fd)
         self._fd = -1
 
