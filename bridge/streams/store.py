@@ -474,4 +474,5 @@ async def open_stopped(
         try:
             yield store
         finally:
-            await store.close()
+            for name in await store.close():
+                on_event(name, "it could not be synced; a power cut now may lose its newest messages")

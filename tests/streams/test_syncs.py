@@ -17,6 +17,7 @@ from bridge.errors import StreamError
 from bridge.streams.layout import Files
 from bridge.streams.meta import StorageSettings
 from bridge.streams.reader import StreamReader
+from bridge.streams.store import open_stopped
 from bridge.streams.verify import verify
 
 from .conftest import House, payloads, put, run
@@ -305,25 +306,48 @@ def test_what_could_not_be_written_elsewhere_after_a_failed_sync_is_written_at_t
     run(work())
 
 
+class Failing(Files):
+    """A disk on which some syncs of segments fail."""
+
+    left = 0
+
+    def sync(self, fd: int) -> None:
+        if self.left and Path(f"/proc/self/fd/{fd}").readlink().suffix in (".seg", ".tmp"):
+            self.left -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().sync(fd)
+
+
 @pytest.mark.parametrize(("failures", "unsynced"), [(4, []), (100, ["s"])])
 def test_a_stop_syncs_again_what_it_could_not_sync_and_names_the_rest(
     house: House, failures: int, unsynced: list[str]
 ) -> None:
-    class Failing(Files):
-        left = 0
-
-        def sync(self, fd: int) -> None:
-            if self.left and Path(f"/proc/self/fd/{fd}").readlink().suffix in (".seg", ".tmp"):
-                self.left -= 1
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            super().sync(fd)
-
     async def work() -> None:
         house.files = disk = Failing()
         async with house.stream() as stream:
             await put(stream, b"a")
             disk.left = failures
         assert house.unsynced == unsynced
+
+    run(work())
+
+
+def test_a_command_on_a_stopped_directory_names_what_it_could_not_sync(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async with house.stream() as stream:
+            await put(stream, b"a")
+
+        def fail(fd: int) -> None:
+            if Path(f"/proc/self/fd/{fd}").readlink().suffix in (".seg", ".tmp"):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        events: list[str] = []
+        async with open_stopped(house.data_dir, on_event=lambda name, what: events.append(what)) as store:
+            await put(store.streams["s"], b"b")
+            monkeypatch.setattr(os, "fdatasync", fail)
+        assert "it could not be synced" in events[-1]
 
     run(work())
 
