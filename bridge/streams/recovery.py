@@ -152,8 +152,8 @@ def examine(
             repaired.add(frame, offset + frame.start)
         offset += b - a
     repaired.next = index.next
-    torn_header = whole and not any(data[: HEADER.size])  # a power cut has kept a later write
-    what = "its header is incomplete" if torn_header else "it is damaged"
+    cut = not (header_ok or any(data[: segment.SECTOR])) and all(a == b for (_, a), (b, _) in pairwise(spans))
+    what = "its beginning is missing" if cut else "it is damaged"  # a power cut has kept what follows
     return Examined(
         repaired.summary(offset), [Damage(path, f"{what}; its sound frames were kept", lost)], opening
     )

@@ -80,28 +80,35 @@ class Node:
         if how == "nothing" or not self.pending:
             return bytes(content)
         first = random.randrange(len(self.pending) + 1)
+        left: set[int] = set()  # sectors that are not written any more: of each, the disk has one state
         for number, (offset, data) in enumerate(self.pending):
             if how == "some first" and number > first:
                 break
             torn = how == "some first" and number == first
             if how == "any" and random.random() < 0.4:
                 torn = True
-            if not torn:
+            if data is not None:
+                stop = offset + len(data)
+                if torn and how == "some first":
+                    stop = random.randrange(offset, stop + 1)
+                for at, part in _sectors(offset, data):
+                    lost = at + len(part) > stop or (torn and how == "any" and random.random() < 0.5)
+                    if lost:
+                        left.add(at // SECTOR)
+                    if at // SECTOR not in left:
+                        _apply(content, at, part)
+            elif not torn:
                 _apply(content, offset, data)
-            elif data is not None:
-                self._tear(content, offset, data, random, prefix=how == "some first")
         return bytes(content)
 
-    def _tear(self, content: bytearray, offset: int, data: bytes, random: Random, *, prefix: bool) -> None:
-        """Some sectors of a write."""
-        end = offset + len(data)
-        at = offset
-        stop = random.randrange(offset, end + 1) if prefix else end
-        while at < end:
-            following = min((at // SECTOR + 1) * SECTOR, end)
-            if following <= stop if prefix else random.random() < 0.5:
-                _apply(content, at, data[at - offset : following - offset])
-            at = following
+
+def _sectors(offset: int, data: bytes) -> Iterator[tuple[int, bytes]]:
+    """The parts of a write in each sector."""
+    at, end = offset, offset + len(data)
+    while at < end:
+        following = min((at // SECTOR + 1) * SECTOR, end)
+        yield at, data[at - offset : following - offset]
+        at = following
 
 
 def _apply(content: bytearray, offset: int, data: bytes | None) -> None:

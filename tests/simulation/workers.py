@@ -134,7 +134,7 @@ class ConsumerChecks:
         self._terminated: set[int] = set()
         self.since = 0.0  # when the consumer was started over; what was asked before does not count
         self.unanswered = 0  # fetches
-        # Answers, by number, to fetches from before that: the consumer of before has made them, or the new one.
+        # Answers, by number, to fetches from before that: the former consumer has made them, or the new one.
         self._earlier: Counter[int] = Counter()
         self.unsaved: list[float] = []  # when a fetch was refused
         self._given_back: dict[tuple[str, int], float] = {}  # when, by worker and number

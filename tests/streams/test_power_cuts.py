@@ -23,7 +23,6 @@ from bridge.operations.manager import StreamManager
 from bridge.streams.drops import DropReason
 from bridge.streams.meta import MessageLimits, StorageSettings
 from bridge.streams.reader import StreamReader
-from bridge.streams.segment import HEADER
 from bridge.streams.store import StreamStore
 
 from ..test_manager import REGISTRY, NoExports
@@ -297,17 +296,23 @@ def test_a_disk_that_forgets_is_noticed(house: House, disk: Disk) -> None:
     run(work())
 
 
-def test_a_segment_whose_header_a_power_cut_has_lost_keeps_its_frames(house: House) -> None:
-    """The header and the first frame are two writes; only the second one was on the disk."""
+@pytest.mark.parametrize(("lost", "numbers"), [(512, "0-0"), (4096, "0-3")])
+def test_a_segment_whose_beginning_a_power_cut_has_lost_keeps_its_other_frames(
+    house: House, lost: int, numbers: str
+) -> None:
+    """The disk has the later sectors, or pages, of what was not synced, and not the first one."""
 
     async def work() -> None:
+        sent = [b"%d" % n * 1000 for n in range(8)]
         async with house.stream() as stream:
-            await put(stream, b"a")
+            for payload in sent:
+                await put(stream, payload)
         (path,) = house.directory().glob("*.seg")
-        path.write_bytes(bytes(HEADER.size) + path.read_bytes()[HEADER.size :])
+        path.write_bytes(bytes(lost) + path.read_bytes()[lost:])
         async with house.stream() as stream:
-            assert payloads(stream) == [b"a"]
+            assert payloads(stream) == sent[int(numbers[-1]) + 1 :]
         (event,) = house.events
-        assert "its header is incomplete; its sound frames were kept" in event
+        assert "its beginning is missing; its sound frames were kept" in event
+        assert f"lost: {numbers}" in event
 
     run(work())
