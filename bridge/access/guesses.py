@@ -8,6 +8,7 @@ still counts until its reply would have been sent.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import Counter
 from collections.abc import Hashable
 
@@ -16,8 +17,13 @@ AT_A_TIME = 16
 REMEMBERED = 10_000  # networks with failures
 
 
+def key_of(network: str, name: str | None) -> tuple[str, bytes]:
+    """Return the key of attempts with a name, however long the name is."""
+    return network, hashlib.sha256((name or "").encode(errors="surrogatepass")).digest()
+
+
 class Guesses:
-    """Failed attempts by network, and attempts in progress by key (a network, or with a name)."""
+    """Failed attempts by network, and attempts in progress by key (a network, or see `key_of`)."""
 
     def __init__(self) -> None:
         self._failures: dict[str, int] = {}

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from bridge.access import proofs
 from bridge.access.accounts import Account, Accounts, presented
-from bridge.access.guesses import AT_A_TIME, Guesses
+from bridge.access.guesses import AT_A_TIME, Guesses, key_of
 from bridge.access.rules import NOTHING, AccessRule, Identity, Role
 from bridge.access.users import Password, read_users, usual_iterations
 from bridge.net.addresses import network_of
@@ -251,7 +251,7 @@ class Access:
         if known is not None and self._verified.get(digest) == known:
             return None
         network = network_of(address)
-        key = (network, user)
+        key = key_of(network, user)
         if not self._guesses.begin(key):
             return Denied(Reason.BUSY, f"{AT_A_TIME} logins of {user!r} from this address are being checked")
         loop = asyncio.get_running_loop()

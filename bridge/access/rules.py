@@ -39,6 +39,7 @@ StreamRight = Literal["publish", "read", "manage"]
 Page = Literal["none", "look", "operate"]
 PAGES: tuple[Page, ...] = ("none", "look", "operate")  # each may do what those before it may
 FILTERS = ("publish", "subscribe", "read", "manage")
+OF_SERVICE = ("streambridge", "streams", "clients")  # first levels of topics that stand for parts of it
 _PLACEHOLDER = re.compile("%[cu]")
 # Strings that only look like placeholders: `%x`, and those of other brokers, such as `${username}`.
 _UNKNOWN = re.compile(r"%(?![cu])[A-Za-z]|\$?\{+[A-Za-z][^{}/]*\}+")
@@ -295,14 +296,18 @@ class Identity:
         return filters is None or any(matches(f, topic) for f in filters)
 
     def _filled(self, filters: Iterable[str]) -> list[str]:
-        names = self._names()
+        names, filled = self._names(), []
         # A name with a wildcard or a level separator would widen the rule.
         bad = [placeholder for placeholder, name in names.items() if _is_unsafe(name)]
-        return [
-            _PLACEHOLDER.sub(lambda found: names[found[0]], topic_filter)
-            for topic_filter in filters
-            if not any(placeholder in topic_filter for placeholder in bad)
-        ]
+        for topic_filter in filters:
+            if any(placeholder in topic_filter for placeholder in bad):
+                continue
+            found = _PLACEHOLDER.sub(lambda found: names[found[0]], topic_filter)
+            first, named = found.partition("/")[0], topic_filter.partition("/")[0]
+            # A client could choose its name so that the filter means the service.
+            if first == named or not (first in OF_SERVICE or first.startswith("$")):
+                filled.append(found)
+        return filled
 
     def _filled_wide(self, filters: Iterable[str]) -> Iterator[str]:
         """The same for `deny`: a name that does not fit into a level stands for everything below it."""

@@ -45,6 +45,7 @@ from bridge.audit.repeats import Bounds, Event
 from bridge.audit.settings import AuditSettings
 from bridge.audit.writer import Audit
 
+CUT = 500  # characters that are kept of a text that a client sends
 LONGEST = 64 * 1024  # characters of JSON of one value in `before` and `after`
 
 Outcome = Literal["ok", "refused", "failed"]
@@ -104,7 +105,8 @@ def record(
     if _current is not None:
         _current.put(
             Event(
-                time.time(), event, outcome, origin.front_end, origin.address, user, client, proven, on, why,
+                time.time(), event, outcome, origin.front_end, origin.address,
+                user and user[:CUT], client[:CUT], proven, on[:CUT], why[:CUT],
                 None if before is None else _bounded(before), None if after is None else _bounded(after),
             )
         )  # fmt: skip

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 from bridge.net.addresses import network_of
 
-LONGEST = 500  # characters of a text that a client sends
-
 
 class Bounds(NamedTuple):
     """The limits: lines per window, and its length in seconds."""
@@ -57,7 +55,7 @@ class Event(NamedTuple):
             "on": self.on,
             "why": self.why,
         }
-        found |= {key: text[:LONGEST] for key, text in texts.items() if text}
+        found |= {key: text for key, text in texts.items() if text}
         found |= {k: v for k, v in (("before", self.before), ("after", self.after)) if v is not None}
         return found
 
@@ -104,7 +102,7 @@ class Repeats:
         group.first = group.first or event.time
         group.last = event
         if event.on and len(group.on) < self._bounds.listed:
-            group.on.add(event.on[:LONGEST])
+            group.on.add(event.on)
         return lines
 
     def _key(self, event: Event) -> _Key:

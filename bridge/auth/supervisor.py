@@ -26,7 +26,7 @@ from typing import NamedTuple
 import msgspec
 
 from bridge import frames, process
-from bridge.access.guesses import AT_A_TIME, Guesses
+from bridge.access.guesses import AT_A_TIME, Guesses, key_of
 from bridge.auth import wire
 from bridge.auth.settings import AuthSettings
 from bridge.net.addresses import network_of
@@ -156,7 +156,7 @@ class Auth:
         no faster.
         """
         network = network_of(login.address)
-        key = (network, login.user)
+        key = key_of(network, login.user)
         if why := self._full(network):
             return Refusal(why, True)
         if not self._guesses.begin(key):

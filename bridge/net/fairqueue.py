@@ -48,24 +48,24 @@ class FairQueue:
 
     def done(self) -> None:
         """End a turn, and give it to the next waiter."""
-        for _ in range(2):
+        while any(self._waiting):
             self._next = 1 - self._next
             waiting = self._waiting[self._next]
-            if waiting:
-                network = next(iter(waiting))
-                name = next(iter(waiting[network]))
-                turn = next(iter(waiting[network][name]))
-                _remove(waiting, network, name, turn)
-                if turn.done():  # just cancelled
-                    self.done()
-                    return
-                turn.set_result(None)
-                # Both move to the end of their queue, if they have more waiters.
-                if network in waiting:
-                    waiting.move_to_end(network)
-                    if name in waiting[network]:
-                        waiting[network].move_to_end(name)
-                return
+            if not waiting:
+                continue
+            network = next(iter(waiting))
+            name = next(iter(waiting[network]))
+            turn = next(iter(waiting[network][name]))
+            _remove(waiting, network, name, turn)
+            if turn.done():  # just cancelled, perhaps with thousands of others
+                continue
+            turn.set_result(None)
+            # Both move to the end of their queue, if they have more waiters.
+            if network in waiting:
+                waiting.move_to_end(network)
+                if name in waiting[network]:
+                    waiting[network].move_to_end(name)
+            return
         self._free += 1
 
 

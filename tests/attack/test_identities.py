@@ -199,12 +199,23 @@ async def test_who_manages_streams_does_not_see_or_disconnect_clients(bridge: Br
 
 @bridge_test(acl=[AccessRule(publish=["%c/#"], subscribe=["%c/#"])])
 async def test_no_client_id_turns_a_rule_into_rights_of_the_service(bridge: Bridge) -> None:
-    for client_id in ("streambridge", "$share", "$SYS", "#", "a/b", "+"):
+    for client_id in ("streambridge", "streams", "clients", "$share", "$SYS", "#", "a/b", "+"):
         client = await bridge.connect(client_id, level=V5)
+        filters = tuple((f"{client_id}/{rest}", 0) for rest in ("#", "s", "broker/uptime"))
+        answer = await client.exchange(subscribe(8, *filters, level=V5))
+        assert all(code >= 0x80 for code in answer.body[3:]), "refused, or no valid filter"
         for number, topic in enumerate(("streambridge/v/listStreams", "$SYS/broker/uptime", "a/b/c"), 1):
             packet = await client.exchange(publish(topic, b"{}", 1, number, level=V5))
             assert (packet.head, packet.body[2:3]) == (0x40, b"\x87"), (client_id, topic)
         assert (await client.exchange(subscribe(9, ("#", 0), ("a/b/#", 0), level=V5))).body[3:] == b"\x87\x87"
+
+
+@bridge_test(acl=[AccessRule(publish=["%c/#", "streambridge/%c/+"], subscribe=["%c/#"])])
+async def test_no_client_id_turns_a_rule_into_rights_on_streams(bridge: Bridge) -> None:
+    for client_id in ("pump-7", "streams"):
+        client = await bridge.connect(client_id)
+        for operation, fields in (("readMessages", {}), ("appendMessage", {"payload": "eA=="})):
+            assert await status(client, client_id, operation, name="s", **fields) == "Unauthorized"
 
 
 def test_what_waits_for_a_client_is_dropped_with_its_right_to_read_it(tmp_path: Path) -> None:

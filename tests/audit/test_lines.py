@@ -9,7 +9,9 @@ import json
 import os
 import socket
 import stat
+import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -149,6 +151,30 @@ def test_summaries_come_at_the_end_of_each_window(tmp_path: Path) -> None:
     assert (summary["repeated"], summary["user"]) == (4, "ann")
     assert summary["since"] >= first["time"]
     assert "repeated" not in next_one
+
+
+def test_long_names_that_wait_for_the_disk_take_little_memory(tmp_path: Path) -> None:
+    path, write, gate = tmp_path / "audit.jsonl", os.write, threading.Event()
+
+    def late(fd: int, data: Any) -> int:
+        gate.wait(60)
+        return write(fd, data)
+
+    with pytest.MonkeyPatch.context() as patch, audited(Bounds(alike=10_000, unproven=10_000), file=path):
+        patch.setattr(os, "write", late)
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            for number in range(500):
+                long = f"{number}" + "x" * 60_000
+                record(
+                    "login", "refused", origin=HERE, user=long, client=long, proven=False, on=long, why=long
+                )
+            assert tracemalloc.get_traced_memory()[0] - before < 500 * 4 * 60_000 / 20
+        finally:
+            tracemalloc.stop()
+            gate.set()
+    assert {len(line["user"]) for line in lines(path)} == {500}
 
 
 def test_lines_wait_while_the_disk_is_full_and_are_whole_afterwards(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import ssl
 import statistics
 import threading
 import time
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -214,6 +215,42 @@ def test_turns_go_round_networks_and_names_and_keep_half_for_known_ones() -> Non
             await asyncio.sleep(0)
         assert order == ["kX", "aX", "kX", "bX", "aY", "bX", "aX"]
         assert turns._waiting == ({}, {})
+
+    run_async(main())
+
+
+def test_names_of_clients_that_have_hung_up_take_no_memory(tmp_path: Path) -> None:
+    """A wrong login counts for seconds after its client has left, and its name may have 60 KB."""
+
+    async def main(bridge: Bridge) -> None:
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            for number in range(200):
+                client = await bridge.open()
+                client.send(connect(f"c{number}", user=f"{number:04d}" + "x" * 60_000))
+                client.disconnect()
+                assert await client.closed()
+            sent = 200 * 60_000
+            assert tracemalloc.get_traced_memory()[0] - before < sent / 5
+        finally:
+            tracemalloc.stop()
+
+    with_bridge(tmp_path, main, users_file=users(tmp_path, USERS))
+
+
+def test_the_next_waiter_gets_its_turn_however_many_before_it_have_just_left() -> None:
+    async def main() -> None:
+        turns = FairQueue()
+        await turns.wait("first")
+        gone = [turns.ask("flood", str(number)) for number in range(5000)]
+        last = turns.ask("other")
+        for turn in gone:
+            turn.cancel()
+        turns.done()
+        assert last.done()
+        turns.done()
+        assert turns.ask("free").done()
 
     run_async(main())
 

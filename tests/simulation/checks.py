@@ -102,6 +102,7 @@ class Checks:
     def __init__(self, world: World) -> None:
         self.world = world
         self.seen: dict[str, dict[int, bytes]] = {name: {} for name in STREAMS}
+        self._perhaps_lost: dict[str, set[int]] = defaultdict(set)  # numbers of dead letters, by a power cut
         self.exported: dict[str, dict[int, bytes]] = {name: {} for name in EXPORTED}
         self.now: dict[str, list[tuple[int, bytes, bytes]]] = {name: [] for name in STREAMS}
         self.appended: dict[tuple[str, str, int, int], bytes] = {}
@@ -393,7 +394,9 @@ class Checks:
 
         Also those of dead letters: a start may find one that was not synced, and somebody has seen it then.
         """
-        for name in ("plain", "both", "ring", "memory", "aged", "ids", "work", *LETTERS):
+        for name in LETTERS:
+            self._perhaps_lost[name] = set(self.seen[name])
+        for name in ("plain", "both", "ring", "memory", "aged", "ids", "work"):
             seen = self.seen[name]
             for number in list(seen):
                 if self.exported.get(name, {}).get(number) is not None:
@@ -417,8 +420,9 @@ class Checks:
                 self.broken(f"{name}: after number {before} comes {number}")
             before = number
             was = seen.get(number)
-            if was is None:
+            if was is None or (was != payload and number in self._perhaps_lost[name]):
                 seen[number] = payload
+                self._perhaps_lost[name].discard(number)
                 if name == "fate":
                     letter = json.loads(payload)
                     self.labour.dead_letter(letter["sequenceNumber"], base64.b64decode(letter["payload"]))
