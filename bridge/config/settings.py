@@ -161,7 +161,7 @@ def understand(document: Document, exporters: Exporters | None = None) -> tuple[
             if read is not None:
                 values[key] = read
             if isinstance(read, MqttConfig):
-                _access(reader, read)
+                _access(reader, read, plugin=_may_log_in(document, registry))
         else:
             reader.unknown((key,), [*_SECTIONS, "streams", "upstream"])
     return Config(path=document.path, **values), reader
@@ -252,10 +252,11 @@ def needs_restart(started: Config, new: Config) -> list[str]:
     ]
 
 
-def _access(reader: Reader, mqtt: MqttConfig) -> None:
-    """Report what is wrong between the tables of users and roles, and operations that do not exist.
+def _access(reader: Reader, mqtt: MqttConfig, *, plugin: bool) -> None:
+    """Report listeners where nobody could log in, what is wrong between the tables of users and roles, and
+    operations that do not exist.
 
-    What may follow from a mistake that is reported already is none.
+    What may follow from a mistake that is reported already is none. `plugin`: one may let clients in.
     """
 
     def sound(*keys: str | int) -> bool:
@@ -275,12 +276,13 @@ def _access(reader: Reader, mqtt: MqttConfig) -> None:
     ]
     _distinct(reader, ("mqtt", "listener"), [one.name for one in mqtt.listener])
     _distinct(reader, ("mqtt", "budget"), [one.name for one in mqtt.budget])
-    for number, (given, listener) in enumerate(zip(mqtt.listener, mqtt.listeners()[1:], strict=True)):
-        keys: Keys = ("mqtt", "listener", number)
-        known = all(sound("mqtt", key) for key in ("tls", "users_file"))
-        if known and all(sound(*keys, key) for key in _OF_LOGINS):
-            for what in listener.mistakes():
+    tables_of: list[Keys] = [("mqtt",), *(("mqtt", "listener", n) for n in range(len(mqtt.listener)))]
+    inherited = all(sound("mqtt", key) for key in ("tls", "users_file"))
+    for keys, listener in zip(tables_of, mqtt.listeners(), strict=True):
+        if inherited and all(sound(*keys, key) for key in _OF_LOGINS):
+            for what in listener.mistakes(plugin=plugin):
                 reader.problem((*keys, "listen"), what.removeprefix("`listen`: "))
+    for keys, given in zip(tables_of[1:], mqtt.listener, strict=True):
         for wrong in mistakes(given.user or (), mqtt.role):
             if wrong.table == "user":
                 report(wrong, keys)
@@ -310,6 +312,16 @@ def _distinct(reader: Reader, keys: Keys, names: Sequence[str]) -> None:
 # What decides whether somebody can log in at a listener.
 _OF_LOGINS = ("listen", "allow_anonymous", "users_file", "tls", "proxy_protocol")
 _OPERATIONS = (*OPERATIONS, *DELIVERIES)
+
+
+def _may_log_in(document: Document, registry: Callable[[], discovery.Registry]) -> bool:
+    """Whether a plugin in [auth.plugins] may let clients in. One with mistakes, which are reported, may."""
+    section = document.data.get("auth")
+    tables = section.get("plugins") if isinstance(section, dict) else None
+    if not isinstance(tables, dict) or not tables:
+        return False
+    about_topics_only = registry().with_hook("authorize") - registry().with_hook("authenticate")
+    return bool(tables.keys() - about_topics_only)
 
 
 def _auth(reader: Reader, section: object, registry: Callable[[], discovery.Registry]) -> AuthSettings:

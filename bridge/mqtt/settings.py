@@ -211,8 +211,8 @@ class ListenerSettings(NamedTuple):
         """What the log calls the keys of this listener."""
         return f"mqtt.listener {self.name}" if self.name else "mqtt"
 
-    def mistakes(self) -> Iterator[str]:
-        """What is wrong with its addresses, for where nobody could come in."""
+    def mistakes(self, *, plugin: bool) -> Iterator[str]:
+        """What is wrong with its addresses, for where nobody could log in. `plugin`: one may let clients in."""
         ca = self.tls.client_ca if self.tls is not None else None
         for url in self.listen:
             try:
@@ -223,11 +223,12 @@ class ListenerSettings(NamedTuple):
             if address.secure and self.tls is None:
                 yield f"`listen`: {url!r} needs a certificate: add [mqtt.tls] with cert and key"
             local = address.loopback and not self.proxy_protocol
-            closed = not local and self.allow_anonymous is not True and self.users_file is None
-            if closed and not (address.secure and ca is not None):
+            anonymous = local or self.allow_anonymous is True
+            users = plugin or self.users_file is not None or (address.secure and ca is not None)
+            if not (anonymous or users):
                 yield (
-                    f"`listen`: nobody could log in at {url!r}: set users_file, tls.client_ca or "
-                    "allow_anonymous = true"
+                    f"`listen`: nobody could log in at {url!r}: set users_file, tls.client_ca, a plugin in "
+                    "[auth.plugins] or allow_anonymous = true"
                 )
 
 
@@ -373,7 +374,11 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
         mistakes = []
         if self.mode == "embedded" and not (self.listen or self.listener):
             mistakes.append("`listen` is empty; name at least one listener, such as tcp://127.0.0.1:1883")
-        mistakes += self.listeners()[0].mistakes()
+        for url in self.listen:
+            try:
+                parse_address(url)
+            except ValueError as error:
+                mistakes.append(str(error))
         if mistakes:
             raise ValueError("\n".join(mistakes))
 

@@ -60,6 +60,26 @@ def test_a_mistake_in_users_rules_or_budgets_is_reported_with_its_line(tmp_path:
     assert all(one.count("\n") == 0 for one in reported)
 
 
+def test_a_login_plugin_can_let_clients_in_where_there_are_no_users(tmp_path: Path) -> None:
+    plugins = tmp_path / "plugins"
+    plugins.mkdir(mode=0o700)
+    for hook, argument in (("authenticate", "login"), ("authorize", "question")):
+        plugin = plugins / f"{hook[:6]}.py"
+        plugin.write_text(f"from bridge import hookimpl\n@hookimpl\ndef {hook}({argument}, options): ...\n")
+        plugin.chmod(0o600)
+    closed = '[mqtt]\nlisten = ["tcp://0.0.0.0:0"]\n[export]\nplugin_dirs = ["plugins"]\n'
+    listener = f'{LISTENER.replace("127.0.0.1", "0.0.0.0")}[export]\nplugin_dirs = ["plugins"]\n'
+    for text, line in ((closed, 2), (listener, 3)):
+        for auth in ("", "[auth]\n", "[auth.plugins.author]\n"):
+            (what,) = found(tmp_path, text + auth)
+            assert f"c.toml:{line}: " in what
+            assert "nobody could log in" in what
+            assert "a plugin in [auth.plugins]" in what
+        assert found(tmp_path, text + "[auth.plugins.authen]\n") == []
+        (what,) = found(tmp_path, text + "[auth.plugins.authen]\nhost = 1\n")  # the plugin would, without it
+        assert "host" in what
+
+
 def test_topics_with_signs_of_placeholders_are_no_mistake(tmp_path: Path) -> None:
     assert found(tmp_path, '[[mqtt.acl]]\npublish = ["50%/%u/%c", "%/a", "{}/a", "a}", "{1}"]\n') == []
 

@@ -187,10 +187,14 @@ async def test_anonymous_clients_are_welcome_elsewhere_only_if_allowed(bridge: B
 
 
 def test_a_listener_that_nobody_could_log_in_at_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="nobody could log in"):
-        MqttConfig(listen=["tcp://0.0.0.0:1883"])
-    with pytest.raises(ValueError, match=r"mqtt\.tls"):
-        MqttConfig(listen=["wss://127.0.0.1:8443"])
+    def mistakes(url: str, *, plugin: bool = False) -> list[str]:
+        return list(MqttConfig(listen=[url]).listeners()[0].mistakes(plugin=plugin))
+
+    (closed,) = mistakes("tcp://0.0.0.0:1883")
+    assert "nobody could log in" in closed
+    assert mistakes("tcp://0.0.0.0:1883", plugin=True) == mistakes("tcp://127.0.0.1:1883") == []
+    (bare,) = mistakes("wss://127.0.0.1:8443")
+    assert "[mqtt.tls]" in bare
 
 
 RULES = [

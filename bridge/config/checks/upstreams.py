@@ -144,7 +144,10 @@ def _place_of(url: str) -> tuple[str, int]:
 def _own_places(context: CheckContext) -> set[tuple[str, int]]:
     found = set()
     for url in (url for listener in context.config.mqtt.listeners() for url in listener.listen):
-        address = parse_address(url)
+        try:
+            address = parse_address(url)
+        except ValueError:  # reported with the listener
+            continue
         if address.scheme in ("tcp", "tls") and (address.loopback or address.host in ("0.0.0.0", "::")):  # noqa: S104
             found.add(("localhost", address.port))
         else:
