@@ -80,6 +80,37 @@ def test_a_login_plugin_can_let_clients_in_where_there_are_no_users(tmp_path: Pa
         assert "host" in what
 
 
+def test_rules_that_lock_every_device_out_of_the_streams_are_a_warning(tmp_path: Path) -> None:
+    stream = '[streams.a]\ntopics = ["sensors/+/#", "logs"]\n'
+    role = '[[mqtt.role]]\nname = "r"\npublish = ["sensors/1"]\n'
+    given = '[[mqtt.user]]\nname = "*"\nroles = ["r"]\n'
+    upstream = '[[upstream]]\nname = "b"\nurl = "mqtt://b"\n[[upstream.mapping]]\nfilter = "#"\n'
+
+    def warned(text: str) -> list[str]:
+        assert found(tmp_path, text) == []
+        findings = [one.what for one in examine(tmp_path / "c.toml", remote=False)[1]]
+        return [what for what in findings if "lets a client publish" in what]
+
+    for text, line in (
+        (f'{stream}[[mqtt.acl]]\npublish = ["streams/a"]\n', 3),
+        (f"{stream}{role}", 3),
+        (f'{stream}{LISTENER}[[mqtt.listener.acl]]\nsubscribe = ["#"]\n', 3),
+    ):
+        (what,) = warned(text)
+        assert f"c.toml:{line}: " in what
+        assert 'add publish = ["sensors/+/#"] to a rule' in what
+    for text in (
+        stream,
+        '[[mqtt.acl]]\npublish = ["streams/a"]\n[streams.a]\n',
+        f'{stream}[[mqtt.acl]]\npublish = ["sensors/%u/x"]\n',
+        f'{stream}[[mqtt.acl]]\npublish = ["logs"]\n',
+        f"{stream}{role}{given}",
+        f'{stream}{LISTENER}[[mqtt.listener.acl]]\npublish = ["logs"]\n',
+        f'{stream}[[mqtt.acl]]\npublish = ["streams/a"]\n{upstream}',
+    ):
+        assert warned(text) == [], text
+
+
 def test_topics_with_signs_of_placeholders_are_no_mistake(tmp_path: Path) -> None:
     assert found(tmp_path, '[[mqtt.acl]]\npublish = ["50%/%u/%c", "%/a", "{}/a", "a}", "{1}"]\n') == []
 

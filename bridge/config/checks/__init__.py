@@ -44,6 +44,7 @@ CHECKS = (
     streams.places,
     streams.stopped,
     streams.refused_messages,
+    streams.publishers,
     streams.encrypted,
     upstreams.upstreams,
     upstreams.loops,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from bridge.access.accounts import Accounts
 from bridge.config.checks.context import CheckContext, DeclaredExport, Finding, existing, finding
 from bridge.config.settings import keys_to, sentence
 from bridge.config.tomlfile import Keys
@@ -23,6 +25,7 @@ from bridge.model import MessageStreamDefinition, Persistence, StrategyOnFull
 from bridge.operations.validate import mistakes
 from bridge.plugin.api import ExportConfig, appends_to
 from bridge.streams.reader import StreamMeta, StreamReader, list_damaged, list_streams
+from bridge.topics import overlap
 from bridge.units import format_size
 
 
@@ -105,6 +108,36 @@ def refused_messages(context: CheckContext) -> Iterator[Finding]:
             f"there is no stream {name!r}; until it is declared as [streams.{name}] or created, messages "
             "that can never be stored are refused, as without refused_stream",
         )
+
+
+def publishers(context: CheckContext) -> Iterator[Finding]:
+    """Report rules that let no client publish on a topic of any stream, since they forbid all that they do not
+    list.
+
+    Messages of an upstream may go wherever its mappings lead.
+    """
+    mqtt = context.config.mqtt
+    known = all(context.knows_all("mqtt", key) for key in ("mode", "acl", "role", "user", "listener"))
+    topics = [topic for stream in context.config.streams.values() for topic in stream.topics]
+    if not known or not topics or mqtt.mode != "embedded" or context.config.upstream:
+        return
+    for listener in mqtt.listeners():
+        if not listener.listen:
+            continue
+        rules = [*listener.acl, *Accounts(listener.user, listener.role).rules]
+        if not (listener.acl or listener.role):
+            return
+        allowed = [re.sub("[^/]*%[cu][^/]*", "+", one) for rule in rules for one in rule.publish]
+        if any(overlap(one, topic) for one in allowed for topic in topics):
+            return
+    keys: Keys = (
+        ("mqtt", "acl", 0) if mqtt.acl else ("mqtt", "role", 0) if mqtt.role else ("mqtt", "listener")
+    )
+    yield context.warning(
+        keys,
+        f"no rule or role lets a client publish on a topic of a declared stream, such as {topics[0]!r}; as soon "
+        f"as there is one, all that none lists is forbidden: add publish = [{json.dumps(topics[0])}] to a rule",
+    )
 
 
 def encrypted(context: CheckContext) -> Iterator[Finding]:
