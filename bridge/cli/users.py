@@ -163,9 +163,14 @@ def _known(config: Path, file: Path | None, user: str) -> Path:
 
 def _owner(config: Path, file: Path | None) -> tuple[int, int] | None:
     """Return the owner of a new file that root creates: the service's user must be able to read it."""
-    if os.geteuid() != 0 or file is not None:
+    if os.geteuid() != 0:
         return None
-    data_dir = known_config(config, ("gateway", "data_dir")).gateway.data_dir
+    try:
+        data_dir = known_config(config, ("gateway", "data_dir")).gateway.data_dir
+    except (ConfigError, OSError):
+        if file is None:
+            raise
+        return None  # a file for another machine: there need not be a service here
     lock = data_dir / LOCK
     found = next((place.stat() for place in (lock, data_dir) if place.exists()), None)
     return None if found is None else (found.st_uid, found.st_gid)

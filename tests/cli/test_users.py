@@ -115,5 +115,12 @@ def test_a_new_file_of_root_belongs_to_the_user_of_the_service(config: Path) -> 
     data.mkdir()
     os.chown(data, 12345, 12346)
     users(config, "add", "ann", given="a\n")
-    found = config.with_name("users").stat()
-    assert (found.st_uid, found.st_gid) == (12345, 12346)
+    users(config, "add", "ann", "--file", str(config.with_name("others")), given="a\n")
+    for name in ("users", "others"):
+        found = config.with_name(name).stat()
+        assert (found.st_uid, found.st_gid) == (12345, 12346)
+
+
+def test_a_file_of_users_needs_no_configuration(tmp_path: Path) -> None:
+    users(tmp_path / "none.toml", "add", "ann", "--file", str(tmp_path / "users"), given="a\n")
+    assert (tmp_path / "users").stat().st_uid == os.geteuid()
