@@ -73,6 +73,8 @@ class Worker:
         self._numbers = 0
         self._events: queue.Queue[Event] = queue.Queue(1000)
         self._ending: tuple[int, float] | None = None  # exit status, and until when to wait for batches
+        self._resting = False
+        self._waking = os.eventfd(0, os.EFD_CLOEXEC)  # ends a rest of the main thread
 
     # --- for the host
 
@@ -102,8 +104,10 @@ class Worker:
             raise Retry(f"appending to {stream}: {error}")
 
     def changed(self, stream: str) -> None:
-        """The statuses of a stream have changed."""
+        """The statuses of a stream have changed; the supervisor gets them soon, also if the worker rests."""
         self._changed_streams.add(stream)
+        if self._resting:
+            os.eventfd_write(self._waking, 1)
 
     def event(self, event: Event) -> None:
         """Queue an event for the hooks."""
@@ -157,6 +161,7 @@ class Worker:
         beaten_at, rests_at, failures = -math.inf, 0.0, 0
         incoming = select.poll()  # not select(): the descriptor may be above 1,023
         incoming.register(self._connection, select.POLLIN)
+        incoming.register(self._waking, select.POLLIN)
         for message in self._early:
             self._handle(message)
         while True:
@@ -166,8 +171,17 @@ class Worker:
             rests = now >= rests_at
             beat_at = beaten_at + self._hello.tuning.beat * (_RESTING_BEAT if rests else 1)
             wait = max(beat_at - now, _STATUS_EVERY) if rests else _STATUS_EVERY
-            if incoming.poll(wait * 1000):
+            self._resting = rests
+            if rests and self._changed_streams:  # by a thread that did not see the rest begin
+                wait = 0.0
+            ready = incoming.poll(wait * 1000)
+            self._resting = False
+            if ready:
                 rests_at = time.monotonic() + _RESTS_AFTER
+            for descriptor, _ in ready:
+                if descriptor == self._waking:
+                    os.eventfd_read(self._waking)
+                    continue
                 for message in self._frames.feed(self._receive()):
                     self._handle(message)
             self._send_statuses()

@@ -454,3 +454,16 @@ def test_a_flood_of_one_line_of_a_worker_hides_no_other_line_of_it(tmp_path: Pat
     lines = [line.partition("talker ")[2] for line in output.getvalue().splitlines()]
     pumps = [f'msg="pump {number} is slow"' for number in range(20)]
     assert lines == [*pumps, 'msg="valve 7 is stuck"', 'msg="pump 49 is slow" alike=30']
+
+
+def test_a_failure_is_known_at_once_also_while_the_worker_rests(recorder: Path) -> None:
+    slow = msgspec.structs.replace(FAST, beat=60.0, silence=1000.0, first_backoff=4.0, max_backoff=4.0)
+
+    async def scenario() -> None:
+        async with running(recorder, tuning=slow) as gateway:
+            gateway.create("bad", {"recorder": [bad(recorder, "blow")]})
+            await gateway.append("bad", b"1")
+            for failed in (1, 2):  # it rests before the second
+                await until(lambda failed=failed: gateway.status("bad").failed_attempts == failed)
+
+    asyncio.run(scenario())
