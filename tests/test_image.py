@@ -21,6 +21,8 @@ from typing import Any
 import paho.mqtt.publish as mqtt
 import pytest
 
+from bridge.config.checks import examine
+
 CHECKOUT = Path(__file__).parents[1]
 USER = 10001
 READ = ("/opt/streambridge/bin/streambridge", "streams", "read", "sensors", "--json")
@@ -98,6 +100,16 @@ def test_an_image_is_the_same_bytes_for_the_same_input_and_belongs_to_root(tmp_p
     assert image.entry["annotations"]["org.opencontainers.image.ref.name"] == "localhost/streambridge:1.2.3"
 
 
+def test_the_configuration_of_an_image_without_one_of_its_own_is_valid(tmp_path: Path) -> None:
+    _, _, text = (CHECKOUT / ".ci/image").read_text().partition("<<'CONFIG'\n")
+    path = tmp_path / "streambridge.toml"
+    path.write_text(text.partition("\nCONFIG\n")[0].replace("/var/lib/streambridge", str(tmp_path)))
+    config, found = examine(path, remote=False)
+    assert config.mqtt.listen == ["tcp://127.0.0.1:1883"]
+    errors = [one.what for one in found if one.level == "error"]
+    assert [what for what in errors if "cannot listen" not in what] == []
+
+
 def build(directory: Path, architecture: str) -> Path:
     if shutil.which("mmdebstrap") is None:
         pytest.skip("mmdebstrap is missing; install it: sudo apt-get install mmdebstrap")
@@ -165,6 +177,9 @@ def test_the_image_runs_confined_is_healthy_and_has_its_messages_after_a_sigkill
         "--network",
         "none",
     )
+    run("run", "--detach", "--name", "gateway", *limits, *confined, name)  # without a configuration
+    wait_until_ready()
+    run("rm", "--force", "--time", "0", "gateway")
     health = Layout(image).config["config"]["Healthcheck"]["Test"]
     mounts = ("--volume", f"{tmp_path}/etc:/etc/streambridge:ro", "--volume", "data:/var/lib/streambridge")
     run("run", "--detach", "--name", "gateway", *limits, *confined, *mounts, name)
