@@ -40,7 +40,7 @@ from bridge.mqtt.server import states  # noqa: E402
 from bridge.mqtt.wire import packets  # noqa: E402
 from bridge.plugin import discovery, testing  # noqa: E402
 from bridge.plugin import hooks as hookspecs  # noqa: E402
-from bridge.plugin.api import AwsBatchedConfig, AwsConfig, BatchedConfig, ExportConfig  # noqa: E402
+from bridge.plugin.api import AwsBatchedConfig, AwsConfig, BatchedConfig, ExportConfig, convert_config  # noqa: E402
 from bridge.settingtypes import Means  # noqa: E402
 from bridge.streams import drops, formats, layout, meta, segment  # noqa: E402
 from tests.model import commit, explorer, export, ingest  # noqa: E402, TID251 - it draws them
@@ -282,6 +282,8 @@ def _exporter(exporter: type[bridge.Exporter]) -> str:
         ),
         *(["of [exports to AWS](README.md#options-of-exports-to-aws)"] if aws else []),
     ]
+    names = [f"`{name}`" for name in _lacks(exporter)]
+    lacking = f", except {', '.join(names[:-1])}{' and ' if names[:-1] else ''}{names[-1]}" if names else ""
     own = {*base.__struct_fields__, *aws} - set(getattr(config, "__annotations__", {}))
     return "\n\n".join(
         [
@@ -289,9 +291,25 @@ def _exporter(exporter: type[bridge.Exporter]) -> str:
             *(["## Limits", table] if exporter.export is not bridge.Exporter.export else []),
             "## Options",
             _fields(config, own),
-            f"Also {', '.join(common[:-1])}{' and ' if common[:-1] else ''}{common[-1]}.",
+            f"Also {', '.join(common[:-1])}{' and ' if common[:-1] else ''}{common[-1]}{lacking}.",
         ]
     )
+
+
+def _lacks(exporter: type[bridge.Exporter]) -> list[str]:
+    """The options of every export that this one refuses, whatever its other options are."""
+    values = {"url": "mqtt://example", "uri": "http://example"}
+    needed = [field.encode_name for field in msgspec.structs.fields(exporter.Config) if field.required]
+    base = {name: values.get(name, "example") for name in needed}
+    convert_config(exporter, base)  # so what is refused below is refused for what it adds
+    tried: dict[str, Any] = {"topics": ["a"], "priority": 1, "reduce": [{"topics": ["a"], "keep": ["/a"]}]}
+    refused = [] if exporter.any_order else ["order"]
+    for name, value in tried.items():
+        try:
+            convert_config(exporter, base | {name: value})
+        except ValueError:
+            refused.append(name)
+    return sorted(refused)
 
 
 def _inherited(struct: type[msgspec.Struct]) -> set[str]:

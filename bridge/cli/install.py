@@ -28,6 +28,7 @@ TOKEN = "etc/streambridge/greengrass-token"  # noqa: S105 - where it is
 _PLACEHOLDER = "/opt/streambridge/bin/streambridge"
 # The service cannot read these because of ProtectHome= and its user.
 _CLOSED = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108 - named to be refused
+_WHEEL = "pip install ./streambridge-*-py3-none-any.whl"  # it is on no package index
 _EXAMPLE_TOKEN = f'# Example: token_file = "/{TOKEN}"'
 _LOCAL_DATA = 'data_dir = "data"\n#data_dir = "/var/lib/streambridge"\n'
 
@@ -85,12 +86,12 @@ def service_config() -> str:
 def _check(command: Path) -> None:
     """Check that we may install, and that the service's user can run the command."""
     if not command.is_file():
-        raise ConfigError(f"{command} does not exist; install it first: pip install streambridge")
+        raise ConfigError(f"{command} does not exist; install the wheel first: {_WHEEL}")
     closed = [place for place in (sys.prefix, sys.base_prefix) if f"{place}/".startswith(_CLOSED)]
     if closed:
         raise ConfigError(
             f"the service may not read {closed[0]}; install for the whole machine: "
-            "`python3 -m venv /opt/streambridge && /opt/streambridge/bin/pip install streambridge`, then "
+            f"`python3 -m venv /opt/streambridge && /opt/streambridge/bin/{_WHEEL}`, then "
             "`/opt/streambridge/bin/streambridge install-service`"
         )
     if os.geteuid() != 0:

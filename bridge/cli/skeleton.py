@@ -39,7 +39,7 @@ testpaths = ["tests"]
 _README = """\
 # streambridge-$name
 
-A plugin for [streambridge](https://pypi.org/project/streambridge/): it exports the messages of a stream, at
+A plugin for streambridge: it exports the messages of a stream, at
 present to a file, one a line.
 
 ```toml

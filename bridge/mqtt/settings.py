@@ -212,7 +212,7 @@ class ListenerSettings(NamedTuple):
         return f"mqtt.listener {self.name}" if self.name else "mqtt"
 
     def mistakes(self, *, plugin: bool) -> Iterator[str]:
-        """What is wrong with its addresses, for where nobody could log in. `plugin`: one may let clients in."""
+        """What is wrong with its addresses, or that nobody could log in; `plugin`: one may let clients in."""
         ca = self.tls.client_ca if self.tls is not None else None
         for url in self.listen:
             try:

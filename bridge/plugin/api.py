@@ -304,9 +304,9 @@ class Context:
 
     @property
     def link(self) -> Link:
-        """Return the link that all exporters share, for connections made without `client` and `session`.
+        """Return the link that all exporters share, for connections of `bridge.plugin.mqtt`.
 
-        See `bridge.plugin.link`. An exporter that uses none of these is charged with the payloads and topics
+        An exporter that uses none of `client`, `session` and `link` is charged with the payloads and topics
         of a batch, after the batch.
         """
         return self._link

@@ -61,7 +61,12 @@ def transform_records(
 
 @hookspec(firstresult=True)
 def aws_credentials(settings: AwsSettings) -> Callable[[], Credentials] | None:
-    """Return a function that fetches fresh AWS credentials, or None to leave it to other plugins."""
+    """Return a function that fetches fresh AWS credentials, or None to leave it to other plugins.
+
+    `settings` is the table `[aws]`: `region`, `endpoint_url`, `profile`, `credentials` and `proxies`. The
+    function returns `Credentials(access_key=..., secret_key=..., token=..., expiry=...)` of
+    `bridge.plugin.aws`; `expiry` is Unix time in seconds. It is called again before they expire.
+    """
 
 
 @hookspec(firstresult=True)

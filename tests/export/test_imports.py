@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -32,6 +33,20 @@ def imported(source: str) -> set[str]:
 def test_a_plugin_imports_what_is_for_plugins_and_nothing_else(path: Path) -> None:
     allowed = {"bridge", *bridge.FOR_PLUGINS, *(f"bridge.{name}" for name in bridge.__all__)}
     assert imported(path.read_text(encoding="utf-8")) <= allowed
+
+
+def test_the_examples_of_the_documentation_import_what_is_for_plugins_and_nothing_else() -> None:
+    text = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    named = set().union(*(imported(one) for one in examples))
+    assert len(named) > 10
+    assert named <= {*bridge.FOR_PLUGINS, *(f"bridge.{name}" for name in bridge.__all__)}
+    for name in ("Credentials", "AwsSettings"):
+        assert hasattr(import_module("bridge.plugin.aws"), name)
+    private = set(
+        re.findall(r"`(bridge\.[\w.]+)`", (ROOT / "docs/reference/hooks.md").read_text(encoding="utf-8"))
+    )
+    assert {name for name in private if name.count(".") == 2} <= set(bridge.FOR_PLUGINS)
 
 
 def test_every_module_for_plugins_is_there_used_and_in_the_documentation() -> None:

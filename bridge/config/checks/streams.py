@@ -111,8 +111,7 @@ def refused_messages(context: CheckContext) -> Iterator[Finding]:
 
 
 def publishers(context: CheckContext) -> Iterator[Finding]:
-    """Report rules that let no client publish on a topic of any stream, since they forbid all that they do not
-    list.
+    """Report rules that let no client publish on a topic of any stream: what none of them lists is forbidden.
 
     Messages of an upstream may go wherever its mappings lead.
     """
@@ -135,8 +134,8 @@ def publishers(context: CheckContext) -> Iterator[Finding]:
     )
     yield context.warning(
         keys,
-        f"no rule or role lets a client publish on a topic of a declared stream, such as {topics[0]!r}; as soon "
-        f"as there is one, all that none lists is forbidden: add publish = [{json.dumps(topics[0])}] to a rule",
+        f"no rule or role lets a client publish on a topic of a declared stream, such as {topics[0]!r}; what "
+        f"none of them lists is forbidden: add publish = [{json.dumps(topics[0])}] to a rule",
     )
 
 
