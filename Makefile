@@ -33,7 +33,7 @@ crashstates: venv ## what a power cut may leave of real runs, each state started
 	@.ci/tools strace
 	$(BIN)/python -m tests.crashstates --states $(or $(STATES),800) $(if $(SEED),--seed $(SEED))
 
-planted: venv ## plants eighty defects, and notes what finds each (hours): ONLY=words of one, JOBS=1
+planted: venv ## plants 89 defects, and notes what finds each (hours): ONLY=words of one, JOBS=1
 	@.ci/tools java mosquitto
 	$(BIN)/python -m tests.planted --jobs $(or $(JOBS),1) $(if $(ONLY),--only "$(ONLY)")
 

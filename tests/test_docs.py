@@ -28,6 +28,7 @@ from bridge.config import load
 from bridge.config.settings import Config
 from bridge.http.metrics import METRICS
 from bridge.plugin import discovery
+from bridge.streams.segment import FRAME, PAIR
 from tests.http.conftest import Service, eventually
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -257,6 +258,24 @@ def test_every_test_that_the_documentation_names_is_there() -> None:
     named = {name for page in READ for name in re.findall(r"`(test_\w+)`", page.read_text())}
     assert len(named) > 40
     assert named - there == set()
+
+
+def test_the_size_of_a_message_on_the_disk_is_that_of_the_format() -> None:
+    text = (DOCS / "howto" / "disk-sizing.md").read_text()
+    one, alone = PAIR.size, FRAME.size + PAIR.size
+    assert f"plus {one} bytes" in text
+    assert (
+        f"header of {FRAME.size} bytes. In the worst case each message has its own frame: {alone} bytes"
+        in text
+    )
+    assert f"(topic + payload + {alone}) × 86,400" in text
+    rows = re.findall(
+        r"^\| [\d,]+ \| ([\d,]+) \| (\d+) B \| (\d+) B \| ([\d.]+) GB \| ([\d.]+) GB \|$", text, re.MULTILINE
+    )
+    assert len(rows) == 3
+    for rate, topic, payload, *said in rows:
+        day = int(rate.replace(",", "")) * (int(topic) + int(payload) + alone) * 86_400 / 1e9
+        assert [f"{days * day:.2g}" for days in (1, 3)] == said
 
 
 def test_what_takes_the_place_of_a_parameter_of_stream_manager_is_a_setting() -> None:
