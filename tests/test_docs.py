@@ -130,6 +130,7 @@ def test_the_site_builds_offline_and_loads_nothing_from_elsewhere(site: Path) ->
     ("words", "page"),
     [
         ("pause export", "howto/pause-exports.html"),
+        ("data late", "howto/late-data.html"),
         ("STREAM_MANAGER_SERVER_PORT", "howto/greengrass.html"),
         ("mosquitto external broker", "howto/external-broker.html"),
         ("plugin contract suite", "plugins.html"),
