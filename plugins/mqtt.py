@@ -15,7 +15,8 @@ streambridge at the other end stores a message once, however often it arrives wi
 window. The user property `bridged-by` is the id of the gateway, after those of the gateways that the message
 has passed before: the upstream of a gateway leaves out messages that have passed it. The publisher's
 properties are passed on: user properties, content type, payload format, response topic, correlation data and
-expiry. Its own `message-id` is not, because such an id belongs to the user who sends it.
+expiry. The publisher's own `message-id` is not passed on, because such an id belongs to the user who sends
+it.
 
 The topic is a template. A message is rejected if it lacks one of the values, or if its topic would contain a
 wildcard. `record` defines the payload; see `bridge.plugin.records`.

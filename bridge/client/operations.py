@@ -150,7 +150,7 @@ class Operations(ABC):
     async def describe_message_streams(self) -> AsyncGenerator[MessageStreamInfo, None]:
         """Iterate over the descriptions of all streams, by name.
 
-        Over MQTT one request brings as many as a reply holds, over the Stream Manager protocol one.
+        Over MQTT, one reply carries as many descriptions as fit; over the Stream Manager protocol, one.
         """
         if not self._link.EXTENDED:
             for name in await self.list_streams():
