@@ -14,7 +14,7 @@ class AuthSettings(Struct, frozen=True, kw_only=True):
     """[auth]: plugins that decide logins and rights of MQTT clients; [auth.plugins.NAME] has their options.
 
     timeout     how long a client waits for an answer; then it is refused
-    pending     how many clients may wait at the same time
+    pending     how many logins may wait at the same time
     threads     how many questions the plugins answer at the same time
     decisions   how long an answer about a topic is valid for a connection
     """

@@ -2,10 +2,12 @@
 
 A question has these states:
 
-    queued    a login that waits for its turn, by network and name; networks that have logged in keep half
-    waiting   the child is not ready yet sent      the child has it answered  the caller has continued: with
-    the answer, or because the time is over, the child has ended, or the
-              service stops
+    queued    it waits for its turn, by network and name: logins in one queue, in which networks that have
+              logged in keep half; topics in another, so that they do not wait in front of logins
+    waiting   the child is not ready yet
+    sent      the child has it
+    answered  the caller has continued: with the answer, or because the time is over, the child has ended,
+              or the service stops
 
 Everything here runs on the event loop. See `bridge.auth` for what it promises.
 """
@@ -77,12 +79,12 @@ class Auth:
         self._task: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()  # cancelled ones, whose children may still exist
         self._guesses = Guesses()
-        self._turns = FairQueue(settings.threads)
+        self._logins, self._topics = FairQueue(settings.threads), FairQueue(settings.threads)
         self._queued: Counter[str] = Counter()  # logins by network, until there is an answer
         self._networks: dict[str, None] = {}  # that have logged in, the last one at the end
         self._unheard: float | None = None  # since when the child has a question and has been silent
         self._bases: dict[str, frozenset[str]] = {}  # by plugin
-        self._logins: set[asyncio.Task[wire.Answer]] = set()  # that the plugins are asked about
+        self._asking: set[asyncio.Task[wire.Answer]] = set()  # questions that have their turn
         self._stopping = False
         self.restarts = 0
 
@@ -122,13 +124,14 @@ class Auth:
             await asyncio.wait(self._ending)
         self._ending.clear()
         self._nobody_answers()
-        if self._logins:
-            await asyncio.wait(self._logins)
+        if self._asking:
+            await asyncio.wait(self._asking)
 
     def reload(self, settings: AuthSettings) -> None:
         """From now on, ask other plugins or with other options, in a new child."""
         if settings != self.settings:
-            self.settings, self._turns = settings, FairQueue(settings.threads)
+            self.settings = settings
+            self._logins, self._topics = FairQueue(settings.threads), FairQueue(settings.threads)
             if (old := self._task) is not None:
                 old.cancel()
                 self._ending.add(old)
@@ -164,7 +167,7 @@ class Auth:
         loop = asyncio.get_running_loop()
         began, delay = loop.time(), 0.0
         try:
-            answer = await self._in_turn(login, network)
+            answer = await self._counted(login, network)
             verdict = answer.verdict
             if answer.error:
                 return Refusal(f"{answer.plugin or 'plugins'}: {answer.error}", True)
@@ -189,27 +192,41 @@ class Auth:
             return f"{share} clients of this address wait, and none has logged in yet; see auth.pending"
         return ""
 
-    async def _in_turn(self, login: Login, network: str) -> wire.Answer:
-        """Ask when it is this login's turn, if that comes in time."""
-        turns, seconds = self._turns, self.settings.timeout / 1000
-        until = time.monotonic() + seconds
+    async def _counted(self, login: Login, network: str) -> wire.Answer:
+        """Ask about a login, which counts towards `auth.pending` until there is an answer."""
         self._queued[network] += 1
         try:
-            try:
-                async with asyncio.timeout(seconds):
-                    await turns.wait(network, login.user or "", known=network in self._networks)
-            except TimeoutError:
-                return wire.Answer(0, error=f"no turn in {seconds:g} s; see auth.timeout and auth.threads")
-            # A client that disconnects does not return its turn, because the plugins are still busy with it.
-            asking = asyncio.create_task(self._ask(login, None, until))
-            self._logins.add(asking)
-            asking.add_done_callback(self._logins.discard)
-            asking.add_done_callback(lambda _: turns.done())
-            return await asyncio.shield(asking)
+            known = network in self._networks
+            return await self._in_turn(self._logins, network, login.user, login, None, known=known)
         finally:
             self._queued[network] -= 1
             if not self._queued[network]:
                 del self._queued[network]
+
+    async def _in_turn(
+        self,
+        turns: FairQueue,
+        network: str,
+        user: str | None,
+        login: Login | None,
+        topic: Question | None,
+        *,
+        known: bool = False,
+    ) -> wire.Answer:
+        """Ask when it is the turn of this question, if that comes in time."""
+        seconds = self.settings.timeout / 1000
+        until = time.monotonic() + seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await turns.wait(network, user or "", known=known)
+        except TimeoutError:
+            return wire.Answer(0, error=f"no turn in {seconds:g} s; see auth.timeout and auth.threads")
+        # A client that disconnects does not return its turn, because the plugins are still busy with it.
+        asking = asyncio.create_task(self._ask(login, topic, until))
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+        asking.add_done_callback(lambda _: turns.done())
+        return await asyncio.shield(asking)
 
     def _remember(self, network: str) -> None:
         self._networks.pop(network, None)
@@ -218,8 +235,12 @@ class Auth:
         self._networks[network] = None
 
     async def allows(self, question: Question) -> bool | None:
-        """Return whether a client may do what the rules allow; None without an answer."""
-        answer = await self._ask(None, question, time.monotonic() + self.settings.timeout / 1000)
+        """Return whether a client may do what the rules allow; None without an answer.
+
+        A connection asks one question at a time, so the connections bound how many wait.
+        """
+        network = network_of(question.address)
+        answer = await self._in_turn(self._topics, network, question.user, None, question)
         if answer.error:
             log.warning("%s on %.200r refused: %s", question.action, question.topic, answer.error)
             return None
@@ -231,8 +252,6 @@ class Auth:
         ask = wire.Ask(self._number, login, topic, until)
         if self._stopping:
             return wire.Answer(ask.number, error="the gateway stops")
-        if len(self._asked) >= self.settings.pending:
-            return wire.Answer(ask.number, error=f"{len(self._asked)} clients wait; see auth.pending")
         future: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
         self._asked[ask.number] = future, ask
         if self._ready:

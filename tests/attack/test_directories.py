@@ -10,7 +10,7 @@ from pathlib import Path
 from bridge.access.guesses import AT_A_TIME, LONGEST_DELAY
 from bridge.auth.supervisor import Auth
 from tests.auth.test_plugins import log_in, ready, with_plugin
-from tests.mqtt.harness import Bridge, connect, until
+from tests.mqtt.harness import Bridge, connect, publish, until
 from tests.mqtt.test_login_floods import open_from
 
 NONSENSE = """
@@ -52,6 +52,26 @@ def authenticate(login, options):
         return Accepted(user=login.user)
     time.sleep(0.02)
     return Denied(why="not in the directory")
+"""
+
+SLOW_RIGHTS = """
+import time
+from pathlib import Path
+from bridge import Accepted, AuthOptions, hookimpl
+
+class Options(AuthOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    control: Path
+
+@hookimpl
+def authenticate(login, options):
+    return Accepted(user=login.user)
+
+@hookimpl
+def authorize(question, options):
+    with (options.control / "asked").open("a") as file:
+        file.write(f"{question.user}\\n")
+    time.sleep(0.01)
+    return True
 """
 
 
@@ -123,3 +143,31 @@ def test_made_up_names_of_one_address_keep_nobody_else_from_the_directory(tmp_pa
             client.abort()
 
     with_plugin(tmp_path, test, SLOW, timeout=30_000, pending=200)
+
+
+def test_who_asks_about_ever_new_topics_delays_neither_logins_nor_other_users(tmp_path: Path) -> None:
+    asked = tmp_path / "control" / "asked"
+    topics = 40  # of each connection, which asks about one after the other
+
+    def questions() -> int:
+        """How many the plugin was asked so far."""
+        return asked.read_text().count("eve")
+
+    async def test(bridge: Bridge, auth: Auth) -> None:
+        await ready(bridge)
+        other = await bridge.connect("other", user="other")
+        flood = [await bridge.connect(f"e{number}", user="eve") for number in range(100)]
+        for number, client in enumerate(flood):
+            client.send(b"".join(publish(f"in/{number}/{topic}", b"") for topic in range(topics)))
+        await until(lambda: asked.exists() and questions() > 10)
+        before = questions()
+        for number in range(10):
+            assert await log_in(bridge, f"dir-{number}") == 0
+            await other.exchange(publish(f"in/other/{number}", b"", 1, 1))
+        # Each waits for the topics that have a turn; without turns it would wait for one of each connection.
+        assert questions() - before < 10 * len(flood) / 2
+        assert questions() < len(flood) * topics, "they ask all the time"
+        for client in flood:
+            client.abort()
+
+    with_plugin(tmp_path, test, SLOW_RIGHTS, pending=100)
