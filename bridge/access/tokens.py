@@ -2,6 +2,9 @@
 
 One token per line (`linefile`): `user token`, separated by blanks; a user may have several. Only digests are
 in memory, so the look-up takes the same time for every wrong token.
+
+`Proven` remembers which tokens were right, so that wrong ones of others at the same address do not hold up
+their clients.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from pathlib import Path
 
 from bridge.access.linefile import read_lines
 
-_TOKEN = re.compile(r"[!-~]{16,256}")
+SHORTEST = 16  # characters of a token in the file
+REMEMBERED = 10_000  # tokens that were right, with their networks
+_TOKEN = re.compile(rf"[!-~]{{{SHORTEST},256}}")
 # What to do if the file is missing.
 CREATE = (
     "create it with `install -m 0640 -g streambridge /dev/null {path}`, and add lines `user token`; "
@@ -22,6 +27,31 @@ CREATE = (
 
 def digest(token: str) -> bytes:
     return hashlib.sha256(token.encode(errors="surrogatepass")).digest()
+
+
+class Proven:
+    """Tokens that were right, each with the network of its client. To show one again is no guess.
+
+    The number is bounded: the one that was not shown for longest goes first. Short tokens are not remembered,
+    because they could be found by trying many, if only those that are not remembered were delayed.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, bytes], None] = {}
+
+    def add(self, network: str, token: str) -> None:
+        """A token was right."""
+        if len(token) < SHORTEST:
+            return
+        key = network, digest(token)
+        self._known.pop(key, None)
+        if len(self._known) >= REMEMBERED:
+            del self._known[next(iter(self._known))]
+        self._known[key] = None
+
+    def has(self, network: str, token: str) -> bool:
+        """Return whether a token was right. It may have been removed since."""
+        return (network, digest(token)) in self._known
 
 
 def read_tokens(option: str, path: Path) -> dict[bytes, str]:

@@ -263,30 +263,43 @@ class Connection(Flow):
         self._connected(request_id, {"status": 0, **answer})
 
     def _admitted(self, request_id: str, token: str) -> bool:
-        """Return whether the client is admitted; each wrong token from its network delays the answer more."""
-        guesses, network = self._front.guesses, network_of(self.host)
-        if token and not guesses.begin(network):
+        """Return whether the client is admitted; each wrong token from its network delays the answer more.
+
+        A token that was right before is no guess, so that wrong ones from the same address, such as loopback,
+        do not keep its client out. If it has been removed since, it is like any other wrong one.
+        """
+        front, network = self._front, network_of(self.host)
+        if token and front.proven.has(network, token) and not self._admit(token):
+            front.proven.add(network, token)
+            return True
+        if token and not front.guesses.begin(network):
             self._refuse(
                 request_id, ResponseStatus.UNAUTHORIZED, "too many wrong tokens from this address; try later"
             )
             return False
-        found = self._front.admit(self, token)
-        why = found if isinstance(found, str) else ""
-        if not isinstance(found, str):
-            self.admitted = found
+        why = self._admit(token)
         if not token:  # nothing was guessed
             if why:
                 self._refuse(request_id, ResponseStatus.UNAUTHORIZED, why)
             return not why
         if not why:
-            guesses.end(network)
-            guesses.right(network)
+            front.guesses.end(network)
+            front.guesses.right(network)
+            front.proven.add(network, token)
             return True
-        delay = guesses.wrong(network)
-        guesses.end(network, delay)
+        delay = front.guesses.wrong(network)
+        front.guesses.end(network, delay)
         self.hold("token")
         self._loop.call_later(delay, self._refuse, request_id, ResponseStatus.UNAUTHORIZED, why)
         return False
+
+    def _admit(self, token: str) -> str:
+        """Admit the client if its token is right. Return why it is not; empty if it is."""
+        found = self._front.admit(self, token)
+        if isinstance(found, str):
+            return found
+        self.admitted = found
+        return ""
 
     def _watch(self) -> None:
         """Disconnect a client that is silent for too long and has no request under way."""

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge.access.guesses import Guesses
-from bridge.access.tokens import digest, read_tokens
+from bridge.access.tokens import Proven, digest, read_tokens
 from bridge.audit import Origin
 from bridge.errors import ConfigError
 from bridge.greengrass.connection import Connection
@@ -81,7 +81,7 @@ class GreengrassFrontEnd:
         self.limits = ConnectionLimits(config.connections, config.connections_per_address)
         self.idle_timeout = config.idle_timeout / 1000
         self.guests: Guests[Connection] = Guests(bounds.guest_bytes, Connection.dismiss)
-        self.guesses = Guesses()
+        self.guesses, self.proven = Guesses(), Proven()
 
     async def start(self) -> list[str]:
         """Listen; returns the urls, port 0 resolved. Raises ConfigError."""

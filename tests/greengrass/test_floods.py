@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bridge.access.guesses import FIRST_DELAY
+from bridge.access.guesses import AT_A_TIME, FIRST_DELAY
 from bridge.net.addresses import network_of
 
-from ..fakes.measured import least
+from ..fakes.measured import ATTEMPTS, least
 from .harness import CONNECT, DEADLINE, Raw, Server, frame
 
 
@@ -71,6 +71,39 @@ def test_guessing_in_parallel_is_no_faster_even_for_clients_that_disconnect(tmp_
             with guess(server, "right") as client:
                 refusal = client.greeted().get("errorMessage")
         assert "too many wrong tokens" in refusal, "a guess that is not looked at"
+
+
+def test_wrong_tokens_of_others_keep_no_client_out_whose_token_was_right_before(tmp_path: Path) -> None:
+    old, removed = "the-right-token-here", "a-token-that-is-removed"
+    tokens = tmp_path / "tokens"
+    tokens.touch(0o600)
+    tokens.write_text(f"old {old}\ngone {removed}\n")
+
+    with Server(tmp_path, tokens_file=tokens) as server:
+
+        def shown(token: str) -> str:
+            """Why a token is refused; empty if it is not."""
+            with guess(server, token) as client:
+                return str(client.greeted().get("errorMessage", ""))
+
+        assert [shown(token) for token in (old, removed)] == ["", ""]
+        tokens.write_text(f"old {old}\n")
+        for _ in range(5):  # so that the answers to come are late
+            server.call(server.front.guesses.wrong, network_of("127.0.0.1"))
+        for _ in range(ATTEMPTS):  # on a machine that stands still, the answers have come before the end
+            with contextlib.ExitStack() as stack:
+                for number in range(AT_A_TIME):
+                    stack.enter_context(guess(server, f"wrong{number}"))
+                server.wait_until(
+                    lambda: sum("token" in one.holds for one in server.front.connections) == AT_A_TIME
+                )
+                answers = [shown(old), shown(old)]
+                if "too many wrong tokens" in (why := shown(removed)):
+                    break
+                assert why, "it has been removed"
+        else:
+            raise AssertionError("16 wrong tokens are looked at, and one more")
+        assert answers == ["", ""]
 
 
 @pytest.mark.parametrize("limit", ["connections", "connections_per_address"])
