@@ -50,7 +50,7 @@ def of_certificate(tls: ssl.SSLObject, entry: str = "") -> bytes:
     all authorities.
     """
     known = authorities(tls.context)
-    needed = {_digest(certificate) for certificate in _verified_chain(tls)} & known
+    needed = {_digest(certificate) for certificate in verified_chain(tls)} & known
     kind = b"m" + _digest(entry.encode()) if entry else b"c"
     return kind + b"".join(sorted(needed or known))
 
@@ -97,15 +97,15 @@ def expires(tls: ssl.SSLObject) -> float:
 
     In a resumed session, only the client's own certificate is known.
     """
-    return min(map(not_after, _verified_chain(tls) or [tls.getpeercert(binary_form=True) or b""]))
+    return min(map(not_after, verified_chain(tls) or [tls.getpeercert(binary_form=True) or b""]))
 
 
 def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()[:SIZE]
 
 
-def _verified_chain(tls: Any) -> list[bytes]:
-    """Return the certificates from the client's to the root, in DER; none if TLS does not provide them."""
+def verified_chain(tls: Any) -> list[bytes]:
+    """Return the certificates from the client's to the root, in DER; none in a resumed session."""
     public = getattr(tls, "get_verified_chain", None)  # public since Python 3.13
     if public is not None:
         return list(public())

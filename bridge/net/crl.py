@@ -1,9 +1,9 @@
 """Certificate revocation lists: the certificates that a CA has revoked (RFC 5280, section 5).
 
 When a client presents its certificate, OpenSSL checks issuer, signature and times of the list. This module
-does what OpenSSL does not: it finds existing connections whose certificate was revoked, and tells when a list
-or the certificate of a connected client expires. It parses DER (X.690) itself, which costs less than a
-library.
+does what OpenSSL does not: it tells which certificates of chains and of existing connections are revoked, and
+when a list or the certificate of a connected client expires. It parses DER (X.690) itself, which costs less
+than a library.
 
     CertificateList = SEQUENCE { tbsCertList, signatureAlgorithm, signatureValue }
     tbsCertList     = SEQUENCE { [version INTEGER], signature SEQUENCE, issuer Name, thisUpdate Time,
@@ -54,8 +54,17 @@ class Crls(NamedTuple):
 
     def revoke(self, certificate: bytes) -> bool:
         """Return whether a certificate, in DER, is in one of the lists."""
-        issuer, serial = certified(certificate)
+        return self.revoked(certified(certificate))
+
+    def revoked(self, certificate: Certified) -> bool:
+        """Return whether a certificate, by its issuer and serial number, is in one of the lists."""
+        issuer, serial = certificate
         return any(one.issuer == issuer and serial in one.serials for one in self.lists)
+
+    def expired(self, issuer: bytes, now: datetime) -> bool:
+        """Return whether a CA has lists here, and all of them have expired."""
+        own = [one for one in self.lists if one.issuer == issuer]
+        return bool(own) and all(one.expires is not None and one.expires <= now for one in own)
 
 
 def read_crls(option: str, path: Path) -> Crls:

@@ -17,7 +17,8 @@ def server_context(
     """Make a server's context from certificate files. With `client_ca`, clients need a certificate from it.
 
     With `crl`, the CA that signed a client's certificate must have a list in that file that has not expired
-    and does not contain the certificate. Raises ConfigError, which names the option.
+    and does not contain the certificate. `access.revocations` applies the lists to the certificates above it.
+    Raises ConfigError, which names the option.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

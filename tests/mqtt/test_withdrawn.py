@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -23,7 +24,7 @@ from bridge.operations.catalog import OfClient, OfClients
 
 from .harness import Bridge, Client, Packet, publish
 from .test_access import open_tls, users, with_bridge
-from .test_revocation import ANN, BOB
+from .test_revocation import ANN, BOB, log_in
 
 
 def der(pair: Pair) -> bytes:
@@ -135,6 +136,62 @@ def test_an_expired_list_refuses_all_certificates_and_one_of_another_authority_i
         assert not await refused(bridge, authority, device)
 
     with_lists(tmp_path, test, lists, authority)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_no_tls_ticket_leads_around_a_list_that_has_expired(tmp_path: Path, version: ssl.TLSVersion) -> None:
+    authority = Authority(tmp_path / "ca")
+    device = authority.issue("device")
+
+    async def test(bridge: Bridge) -> None:
+        async def attempt(ticket: ssl.SSLSession | None = None) -> Any:
+            return await asyncio.to_thread(log_in, bridge, authority, device, version, ticket)
+
+        _, _, ticket = await attempt()
+        code, resumed, ticket = await attempt(ticket)
+        assert (code, resumed) == (b"\0", True), "a ticket serves while the list is good"
+        bridge.system.step(1.5 * 86_400)
+        assert (await attempt(ticket))[:2] == (b"\5", True)
+
+    with_lists(tmp_path, test, authority.revoke(days=1), authority)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_what_a_withdrawn_authority_has_signed_is_refused_also_with_a_tls_ticket(
+    tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    root = Authority(tmp_path / "ca")
+    inner, other = root.below("inner-ca"), root.below("other-ca")
+    pairs = []
+    for number, authority in enumerate((inner, inner, other)):
+        pair = authority.issue(f"below-{number}")
+        pair.cert.write_text(pair.cert.read_text() + authority.cert.read_text())
+        pairs.append(pair)
+    bad, fresh, good = pairs
+    below = "".join(one.revoke(name=f"list-{one.cert.stem}").read_text() for one in (inner, other))
+    lists = tmp_path / "lists.pem"
+    lists.write_text(root.revoke(name="none").read_text() + below)
+
+    async def test(bridge: Bridge) -> None:
+        async def attempt(pair: Pair, ticket: ssl.SSLSession | None = None) -> Any:
+            return await asyncio.to_thread(log_in, bridge, root, pair, version, ticket)
+
+        goes, stays = await open_tls(bridge, root, bad), await open_tls(bridge, root, good)
+        await goes.connect("goes")
+        await stays.connect("stays")
+        withdrawn = Pair(inner.cert, inner.cert)
+        lists.write_text(root.revoke(withdrawn, name="one").read_text() + below)
+        bridge.front.reload(bridge.config)
+        assert await goes.closed()
+        assert await stays.alive()
+        for pair in (bad, fresh):
+            code, _, ticket = await attempt(pair)
+            assert code == b"\5"
+            assert (await attempt(pair, ticket))[:2] == (b"\5", True), "TLS has given a ticket all the same"
+        for ticket in (None, (await attempt(good))[2]):
+            assert (await attempt(good, ticket))[:2] == (b"\0", ticket is not None)
+
+    with_lists(tmp_path, test, lists, root)
 
 
 def test_lists_are_read_exactly_and_damaged_ones_are_refused(tmp_path: Path) -> None:

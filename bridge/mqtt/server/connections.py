@@ -20,6 +20,7 @@ from ipaddress import ip_network
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bridge.access.proofs import of_plugin
+from bridge.access.revocations import Revocations
 from bridge.mqtt.server.reads import Reads
 from bridge.mqtt.server.traffic import Traffic
 from bridge.mqtt.wire.packets import ADMINISTRATIVE_ACTION
@@ -59,10 +60,11 @@ class Listener:
         access: Access,
         context: ssl.SSLContext | None,
         counted: ConnectionLimits | None = None,
-        crls: Crls = Crls(),  # noqa: B008 - immutable
+        revocations: Revocations = Revocations(Crls()),  # noqa: B008 - without lists, it never changes
     ) -> None:
         """`context` is for TLS. `counted` comes from the listener that it replaces."""
-        self.settings, self.access, self.context, self.crls = settings, access, context, crls
+        self.settings, self.access, self.context = settings, access, context
+        self.revocations = revocations
         self.name, self.limits = settings.name, settings.limits
         self.proxies = tuple(map(ip_network, settings.proxy_protocol))
         self.asks = (

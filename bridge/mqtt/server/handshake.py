@@ -7,6 +7,7 @@ a connection, nor a session, nor a will.
 from __future__ import annotations
 
 import secrets
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from bridge.access.logins import Denied, Reason
@@ -82,7 +83,8 @@ def begin(conn: Connection, body: bytes) -> None:
     if refused := _unfit(connect):
         conn.refuse(*refused)
     elif endpoint.client_certificates:
-        found = access.certified(conn.transport.get_extra_info("ssl_object"))
+        tls = conn.transport.get_extra_info("ssl_object")
+        found, now = access.certified(tls), conn.broker.clock.wall() / 1000
         if found is None:
             why = (
                 "its certificate belongs to no user: it does not have exactly one common name, or "
@@ -91,10 +93,10 @@ def begin(conn: Connection, body: bytes) -> None:
             conn.refuse(NOT_AUTHORIZED, why)
         elif (user or found.user) != found.user:
             conn.refuse(NOT_AUTHORIZED, f"user name {user!r} is not its certificate's, {found.user!r}")
-        elif (
-            found.expires <= conn.broker.clock.wall() / 1000
-        ):  # TLS does not check this when it resumes a session
+        elif found.expires <= now:  # TLS does not check this when it resumes a session
             conn.refuse(NOT_AUTHORIZED, "its certificate, or one of its CAs, has expired")
+        elif why := endpoint.listener.revocations.refuse(tls, datetime.fromtimestamp(now, UTC)):
+            conn.refuse(NOT_AUTHORIZED, why)
         else:
             conn.expires = found.expires
             _authenticated(conn, connect, found.user, found.proof)

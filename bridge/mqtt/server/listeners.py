@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from bridge.access.logins import Access, Loaded, read
 from bridge.access.proofs import authorities
+from bridge.access.revocations import Revocations
 from bridge.errors import ConfigError
 from bridge.mqtt.server.connection import Connection
 from bridge.mqtt.server.connections import Endpoint, Listener
@@ -127,7 +128,7 @@ class Listeners:
     @property
     def crls_expire(self) -> datetime | None:
         """When the first revocation list expires; None if none expires."""
-        ends = [one.crls.expires for one in self._listeners.values()]
+        ends = [one.revocations.crls.expires for one in self._listeners.values()]
         return min((end for end in ends if end is not None), default=None)
 
     # -- parts ------------------------------------------------------------
@@ -159,8 +160,9 @@ class Listeners:
             access.realm = name if settings.own_users else ""
             access.apply(loaded)
             old = self._listeners.get(name)
-            counted = None if old is None else old.counted
-            listeners[name] = Listener(settings, access, context, counted, crls)
+            counted, before = (None, None) if old is None else (old.counted, old.revocations)
+            revocations = Revocations(crls, before)
+            listeners[name] = Listener(settings, access, context, counted, revocations)
         self._listeners = listeners
         self._accesses.named = {name: one.access for name, one in listeners.items()}
         for key, one in self._open.items():

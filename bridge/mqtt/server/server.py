@@ -134,11 +134,12 @@ class Server:
         if session is None or conn.gone:
             return
         if is_of_certificate(session.proof):
-            found = endpoint.listener.access.certified(conn.transport.get_extra_info("ssl_object"))
+            tls = conn.transport.get_extra_info("ssl_object")
+            found = endpoint.listener.access.certified(tls)
             if (
                 found is None
                 or found[0] != session.identity.user
-                or endpoint.listener.crls.revoke(certificate_of(conn))
+                or endpoint.listener.revocations.revoke(tls)
             ):
                 session.proof = NOTHING
         elif session.identity.user is None and endpoint.listener.access.refuse_anonymous(

@@ -33,6 +33,9 @@ class Handshake:
         self._conn.connections.guests.keep(self._conn, self._conn.address, HANDSHAKE_BYTES)
 
     def made(self) -> None:
+        listener = self._conn.endpoint.listener
+        if listener.asks:
+            listener.revocations.keep(self._conn.transport.get_extra_info("ssl_object"))
         self._conn.connections.guests.keep(self._conn, self._conn.address, 0)
         self._conn.await_connect()
 
