@@ -7,8 +7,10 @@
 A session consists of a random cookie that scripts cannot read (HttpOnly) and that browsers do not send for
 other sites (SameSite=Strict), and a token that the page sends in the header `X-Streambridge-Token` with every
 change. It ends after `IDLE` seconds without a request or `LIFE` seconds in total, when its user's password is
-changed, and when the service stops. The cookie's name contains a digest of the gateway's id, because browsers
-send a cookie to all ports of a host, and tunnels to several gateways often end at one host.
+changed, and when the service stops. If there are `MOST`, one more ends one of the user who has most of them,
+so that nobody logs out others by logging in again and again. The cookie's name contains a digest of the
+gateway's id, because browsers send a cookie to all ports of a host, and tunnels to several gateways often end
+at one host.
 
 Looking needs no login on loopback or if there are no users. A visitor without a login may read the same
 messages as an anonymous MQTT client.
@@ -26,6 +28,7 @@ import hashlib
 import hmac
 import secrets
 import time
+from collections import Counter
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
     from bridge.access.rules import Identity
 
 IDLE, LIFE = 30 * 60.0, 12 * 3600.0
-MOST = 100  # sessions; one more ends the least recently used one
+MOST = 100  # sessions
 PROOF_FIELD = "x-streambridge-token"
 
 
@@ -200,17 +203,25 @@ class Visitors:
         if not login.user:
             raise HttpError(HTTPStatus.UNAUTHORIZED)
         await self._verify(login.user, login.password.encode(errors="surrogatepass"), request)
+        visitor = self._identity(login.user, request)
         self._sessions.pop(self._key(request), None)
         cookie, now = secrets.token_urlsafe(32), time.monotonic()
         session = _Session(login.user, self._access.proof_of(login.user), secrets.token_urlsafe(32), now, now)
-        while len(self._sessions) >= MOST:
-            del self._sessions[next(iter(self._sessions))]
+        self._make_room(login.user)
         self._sessions[_digest(cookie)] = session
-        operate = self._operates(login.user)
-        answer = json_response({"user": session.user, "token": session.token, "operate": operate})
+        answer = json_response({"user": session.user, "token": session.token, "operate": visitor.may_change})
         return answer._replace(
             fields={"Set-Cookie": f"{self._cookie}={cookie}; Path=/; HttpOnly; SameSite=Strict"}
         )
+
+    def _make_room(self, user: str) -> None:
+        """End a session if there are too many: the least recently used one of the user who has most."""
+        if len(self._sessions) < MOST:
+            return
+        count = Counter(one.user for one in self._sessions.values())
+        count[user] += 1  # the new one
+        most = max(count.values())
+        del self._sessions[next(key for key, one in self._sessions.items() if count[one.user] == most)]
 
     async def _log_out(self, request: HttpRequest) -> HttpResponse:
         await self.actor(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from bridge.access.users import hash_password
+from bridge.http.visitors import MOST
 from tests.http.conftest import Service, eventually
 
 STREAMS = """
@@ -55,9 +57,9 @@ def post(
         connection.close()
 
 
-def log_in(service: Service) -> tuple[dict[str, str], str]:
+def log_in(service: Service, user: str = "ann") -> tuple[dict[str, str], str]:
     """The headers that make a session, and its Set-Cookie."""
-    status, headers, found = post(service, "/login", {"user": "ann", "password": "ann"})
+    status, headers, found = post(service, "/login", {"user": user, "password": user})
     assert status == 200
     cookie = headers["Set-Cookie"]
     return {"Cookie": cookie.partition(";")[0], "X-Streambridge-Token": found["token"]}, cookie
@@ -101,6 +103,22 @@ def test_a_session_ends_with_a_logout_and_with_a_new_password(service: Service, 
     eventually(lambda: service.logged("msg=reloaded"))
     assert post(service, *PAUSE, **session)[0] == 401
     assert json.loads(service.request("/session.json", Cookie=session["Cookie"])[2])["user"] is None
+
+
+def test_who_logs_in_again_and_again_logs_out_nobody_else(service: Service, users: Path) -> None:
+    users.write_text("".join(f"{name}:{hash_password(name.encode())}\n" for name in ("ann", "eve")))
+    service.process.send_signal(signal.SIGHUP)
+    eventually(lambda: service.logged("msg=reloaded"))
+    ann, _ = log_in(service)
+    eve = [log_in(service, "eve")[0] for _ in range(MOST)]
+
+    def user(session: dict[str, str]) -> str | None:
+        found: str | None = json.loads(service.request("/session.json", Cookie=session["Cookie"])[2])["user"]
+        return found
+
+    assert [user(one) for one in (ann, *eve[:3], eve[-1])] == ["ann", None, "eve", "eve", "eve"]
+    assert log_in(service)[0] != ann
+    assert [user(one) for one in (ann, eve[3], eve[4])] == ["ann", None, "eve"]
 
 
 def test_messages_are_read_from_the_newest_and_shortened(service: Service) -> None:
@@ -200,8 +218,9 @@ def test_who_may_only_look_changes_nothing_and_who_may_not_look_sees_nothing(tmp
     mqtt = f'listen = ["tcp://127.0.0.1:0"]\nusers_file = "{tmp_path / "users"}"'
     service = Service(tmp_path, STREAMS + ROLES, mqtt=mqtt)
     try:
-        sessions = {}
-        for name in names:
+        assert post(service, "/login", {"user": "carl", "password": "carl"})[0] == 403
+        sessions = {"carl": {"Authorization": "Basic " + base64.b64encode(b"carl:carl").decode()}}
+        for name in ("ann", "bob"):
             status, headers, found = post(service, "/login", {"user": name, "password": name})
             assert (status, found["operate"]) == (200, name == "ann")
             cookie = headers["Set-Cookie"].partition(";")[0]

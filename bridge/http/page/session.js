@@ -34,7 +34,7 @@ $("login-form").addEventListener("submit", async (event) => {
   try {
     Object.assign(session, { look: true }, await change("/login", { user: $("login-user").value, password: $("login-password").value }));
   } catch (error) {
-    put($("login-error"), error.status === 401 ? "Wrong user or password." : error.status === 503 ? "Busy. Try again in a moment." : String(error.message));
+    put($("login-error"), error.status === 401 ? "Wrong user or password." : error.status === 403 ? "This user may not use the page." : error.status === 503 ? "Busy. Try again in a moment." : String(error.message));
     return;
   } finally {
     $("login-password").value = "";
