@@ -1,7 +1,7 @@
 """Connected clients, in pages, because there may be thousands.
 
-* A list of all clients is made in slices, between which the event loop serves others. It is reused for
-  `FRESH` seconds.
+* A list of all clients is made in slices, between which the event loop serves others, and so is a search in
+  it. The list is reused for `FRESH` seconds.
 * The rate of a client is measured since the previous list, if that is not too old, otherwise since it
   connected.
 """
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 FRESH = 2.0
 OLD = 60.0
 SLICE = 250  # clients, some tenths of a millisecond
+SEARCHED = 64 * 1024  # characters, about a millisecond
 PAGE = 100
 FILTERS = 10  # topic filters that are shown per client
 
@@ -105,11 +106,11 @@ class Directory:
             if self._making is None or self._making.done():
                 self._making = asyncio.create_task(self._make())
             await asyncio.shield(self._making)
-        wanted = find.casefold()
-        rows = [row for row in self._rows if not wanted or _matches(wanted, row[0])]
+        every = self._rows  # the search may see others come
+        rows = await _matching(find.casefold(), every) if find else every
         shown = heapq.nsmallest(offset + PAGE, rows, key)[offset:]
         return Clients(
-            connected=len(self._rows),
+            connected=len(every),
             found=len(rows),
             offset=offset,
             clients=[self._client(*row) for row in shown],
@@ -152,5 +153,16 @@ class Directory:
         self._rows, self._before, self._made = rows, counts, time.monotonic()
 
 
-def _matches(wanted: str, peer: Connected) -> bool:
-    return wanted in f"{peer.id}\n{peer.user or ''}\n{peer.address}".casefold()
+async def _matching(wanted: str, rows: list[Row]) -> list[Row]:
+    """Return the rows that have a text. Ids may have a thousand characters, of which each takes its time."""
+    found, searched = [], 0
+    for row in rows:
+        peer = row[0]
+        text = f"{peer.id}\n{peer.user or ''}\n{peer.address}"
+        if wanted in text.casefold():
+            found.append(row)
+        searched += len(text)
+        if searched >= SEARCHED:
+            searched = 0
+            await asyncio.sleep(0)
+    return found

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 
 import pytest
+
+from bridge.http.clients import Directory
+from bridge.net.connected import Connected
 
 from .conftest import Gateway
 
@@ -135,3 +139,36 @@ def test_json_that_is_nested_deep_is_refused_by_the_firehose_api_unread(gateway:
     )
     assert status in (400, 403), answer[:300]
     assert b"MissingAuthenticationToken" in answer, answer[:300]
+
+
+class Crowd:
+    """A front end whose clients have the longest ids."""
+
+    unreachable = None
+
+    def __init__(self) -> None:
+        ids = [f"{number:04}" + "\u0130" * 1_000 for number in range(5_000)]
+        self.peers = [Connected(one, None, "a", "p", 0, 0, 0, 0) for one in ids]
+        self.refused: dict[str, str] = {}
+
+    def clients(self) -> list[Connected]:
+        return self.peers
+
+    def subscriptions(self, client: str, most: int) -> list[str]:
+        return []
+
+
+def test_a_search_among_clients_with_long_ids_lets_others_go_first() -> None:
+    async def turns(find: str) -> tuple[int, int]:
+        """How often others had their turn meanwhile, and how many clients were found."""
+        directory, count = Directory({"crowd": Crowd()}), 0
+        await directory.page("", "id", 0)  # makes the list
+        task = asyncio.create_task(directory.page(find, "id", 0))
+        while not task.done():
+            await asyncio.sleep(0)
+            count += 1
+        return count, (await task).found
+
+    count, found = asyncio.run(turns("12\u0130"))
+    assert found == 50
+    assert count > 50, "ids of 5 MB together"
