@@ -107,10 +107,13 @@ class FirehoseFrontEnd:
                 self._operations.manager.on_pressure.remove(self._pressure)
 
     def reload(self) -> None:
-        """Read keys and certificate again; raises ConfigError, and then nothing has changed."""
+        """Take the rights of all callers anew, and read keys and certificate again.
+
+        Raises ConfigError if those are wrong; then the old ones stay.
+        """
+        self._identities.clear()  # the rules may have changed, whatever is wrong with the files
         keys, context = self._read_keys(), self._context()
         self._keys = keys
-        self._identities.clear()
         if self._server is not None:
             self._server.tls = context
 

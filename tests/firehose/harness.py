@@ -84,7 +84,8 @@ class Gateway(harness.Server):
             self.allow,
             new_deliveries=NewDeliveries(self.max_size, self.settings.flush_on_write),
         )
-        return FirehoseFrontEnd(self.settings, operations, Access(self.access), self.limits)
+        self.rights = Access(self.access)  # a test reloads them
+        return FirehoseFrontEnd(self.settings, operations, self.rights, self.limits)
 
     @property
     def url(self) -> str:

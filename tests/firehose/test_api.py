@@ -14,6 +14,7 @@ from botocore.exceptions import ClientError
 
 from bridge.access.rules import AccessRule
 from bridge.encryption import new_master
+from bridge.errors import ConfigError
 from bridge.model import MIB
 from bridge.mqtt.settings import MqttConfig
 from bridge.operations.deliveries import DELIVERIES, MAX_RECORD
@@ -541,6 +542,29 @@ def test_a_user_has_the_rights_of_its_rules(tmp_path: Path) -> None:
         assert code(error) == "AccessDeniedException"
         assert KEY in str(error.value)
         assert "'plant'" in str(error.value)
+
+
+def test_a_right_that_a_reload_takes_away_is_gone_even_if_the_file_of_keys_is_wrong(tmp_path: Path) -> None:
+    rule = AccessRule(
+        user="plant", publish=["streams/plant"], read=["streams/plant"], manage=["streams/plant"]
+    )
+    with Gateway(tmp_path, access=MqttConfig(acl=[rule])) as gateway:
+        gateway.create()
+        client = gateway.client()
+        client.put_record(DeliveryStreamName="plant", Record={"Data": b"before"})
+        gateway.call(gateway.rights.load, MqttConfig(acl=[AccessRule(user="plant", read=["streams/plant"])]))
+        path = gateway.settings.access_keys_file
+        assert path is not None
+        path.chmod(0o644)
+        with pytest.raises(ConfigError):
+            gateway.call(gateway.front.reload)
+        with pytest.raises(ClientError) as error:
+            client.put_record(DeliveryStreamName="plant", Record={"Data": b"after"})
+        assert code(error) == "AccessDeniedException"
+        with pytest.raises(ClientError) as error:
+            client.delete_delivery_stream(DeliveryStreamName="plant")
+        assert code(error) == "AccessDeniedException"
+        assert gateway.stored() == [b"before"]
 
 
 # -- requests that are wrong ------------------------------------------------------------
