@@ -83,10 +83,14 @@ THREADS = 8  # that write and sync groups
 
 
 class Unopened(NamedTuple):
-    """A stream that could not be opened. `definition` is None if it is lost."""
+    """A stream that could not be opened. `definition` is None if it is lost.
+
+    `encrypted`: whether the stream is encrypted, or may be if that is unknown.
+    """
 
     why: str
     definition: bytes | None
+    encrypted: bool
 
 
 class StreamStore:
@@ -213,6 +217,7 @@ class StreamStore:
         return self._memory / directory.name if settings.memory else directory
 
     def _open(self, directory: Path) -> None:
+        may_be_encrypted = self._format == formats.ENCRYPTED  # until its settings are known
         try:
             known, bad = meta.load(directory)
         except PermissionError as error:
@@ -220,14 +225,14 @@ class StreamStore:
                 f"{error.filename}: user {user_name(os.geteuid())} may not read it; `chown -R` {directory} "
                 "to the service's user, and restart the service"
             )
-            self._cannot_open(unquote(directory.name), Unopened(why, None))
+            self._cannot_open(unquote(directory.name), Unopened(why, None, may_be_encrypted))
             return
         if known is None:
             why = (
                 f"{directory}: both copies of its definition are damaged; stop the service and run "
                 "`streambridge repair`"
             )
-            self._cannot_open(unquote(directory.name), Unopened(why, None))
+            self._cannot_open(unquote(directory.name), Unopened(why, None, may_be_encrypted))
             return
         try:
             if bad:
@@ -244,7 +249,7 @@ class StreamStore:
                 if isinstance(error, StorageFailed)
                 else f"{directory}: {what}; repair that and restart the service"
             )
-            self._cannot_open(known.name, Unopened(why, known.definition))
+            self._cannot_open(known.name, Unopened(why, known.definition, known.settings.encryption))
 
     def _check_number(self) -> None:
         """Raise StorageFailed if one more stream would use up the open files that others need."""
@@ -300,8 +305,13 @@ class StreamStore:
     # -- encryption ------------------------------------------------------------------------------
     @property
     def encrypts(self) -> bool:
-        """Return whether any stream is encrypted; then all other files with messages are encrypted too."""
-        return any(stream.settings.encryption for stream in self.streams.values())
+        """Return whether any stream is encrypted; then all other files with messages are encrypted too.
+
+        A stream that could not be opened counts, because it may be the only encrypted one.
+        """
+        if any(stream.settings.encryption for stream in self.streams.values()):
+            return True
+        return self.keys.configured and any(one.encrypted for one in self.unopened.values())
 
     def admit(self, settings: StorageSettings) -> None:
         """Raise KeyUnavailable or OSError if a stream with these settings cannot be stored here.

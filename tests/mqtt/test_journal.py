@@ -287,3 +287,46 @@ def test_a_stop_writes_the_sessions_anew_if_they_cannot_be_synced_and_says_so_if
         assert (await subscriber.message()).payload == b"waits"
 
     run(tmp_path)
+
+
+@pytest.mark.parametrize("why", ["its key is lost", "its definition is lost", "its segment is unreadable"])
+def test_sessions_stay_encrypted_while_the_only_encrypted_stream_cannot_be_opened(
+    tmp_path: Path, why: str
+) -> None:
+    secret = b"a-secret-that-nobody-may-read"
+    data = tmp_path / "data"
+
+    def with_secret() -> list[Path]:
+        return [path for path in data.rglob("*") if path.is_file() and secret in path.read_bytes()]
+
+    @bridge_test
+    async def run(bridge: Bridge) -> None:
+        (bridge.root / "key").write_text(new_master())
+        await bridge.restart()
+        bridge.stream("secret", "secret", encryption=True)
+        (key_of_stream,) = (data / "keys").glob("*.key")
+        client = await bridge.connect("p")
+        await client.exchange(publish("secret", b"1", 1, 1))
+        await bridge.restart()  # from here on, another key encrypts the sessions
+        client = await bridge.connect("p")
+        await client.exchange(publish("plain", secret, 1, 1, retain=True))
+        await bridge.stop()
+        assert with_secret() == []
+        if why == "its key is lost":
+            key_of_stream.unlink()
+        elif why == "its definition is lost":
+            for path in (data / "streams" / "secret").glob("meta*"):
+                path.write_bytes(bytes(8192))
+        else:
+            (segment,) = (data / "streams" / "secret").glob("*.seg")
+            segment.unlink()
+            segment.mkdir()
+        await bridge.start()
+        assert list(bridge.store.unopened) == ["secret"]
+        client = await bridge.connect("s")
+        await client.subscribe(("plain", 1))
+        assert (await client.message()).payload == secret
+        assert with_secret() == []
+
+    run(tmp_path)
+    assert with_secret() == []
