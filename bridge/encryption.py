@@ -34,9 +34,10 @@ stream. The cipher is AES-256-GCM. Its nonce is 4 zero bytes and the counter; it
 context and what the caller adds.
 
 The file `spare` has the size of a key file and becomes the next one, so a start on a full disk needs no space
-for its key. The copies are written in place and synced one after the other, so one is always readable. A
-process holds a shared lock (flock) on the key file with which it seals, and `collect` deletes only files that
-nobody has locked. `keys/` itself is locked while files are created, rotated or deleted.
+for its key. The copies are written in place and synced one after the other, so one is always readable: if one
+is damaged or torn, it is written first. A process holds a shared lock (flock) on the key file with which it
+seals, and `collect` deletes only files that nobody has locked. `keys/` itself is locked while files are
+created, rotated or deleted.
 """
 
 from __future__ import annotations
@@ -181,6 +182,11 @@ def _copies(data: bytes, opening: int) -> list[_Copy | None]:
         else:
             found.append(None)
     return [copy if copy is not None and copy.opening == opening else None for copy in found]
+
+
+def _readable(data: bytes, opening: int, masters: Collection[bytes]) -> list[bool]:
+    """Which copies of a key file give the opening key."""
+    return [copy is not None and copy.key(masters) is not None for copy in _copies(data, opening)]
 
 
 class Keys:
@@ -403,9 +409,10 @@ class Keys:
                 opening = int(one.stem, 16)
                 fd = os.open(one, os.O_RDWR | os.O_CLOEXEC)
                 try:
-                    for start in (0, _BLOCK):
+                    readable = _readable(os.pread(fd, _SIZE, 0), opening, masters)
+                    for number in sorted((0, 1), key=readable.__getitem__):
                         copy = _encoded(opening, self._openings[opening], masters[0])
-                        _write(fd, start, copy.ljust(_BLOCK, b"\0"))
+                        _write(fd, number * _BLOCK, copy.ljust(_BLOCK, b"\0"))
                 finally:
                     os.close(fd)
             finished = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)

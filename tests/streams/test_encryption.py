@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -646,8 +647,13 @@ def test_damaged_files_in_the_quarantine_keep_their_key(house: House) -> None:
     run(work())
 
 
+@pytest.mark.parametrize(
+    ("number", "flipped", "cuts"),
+    [(3, None, 1), (1, None, 2), (1, 0, 2), (1, 4096, 2)],
+    ids=["three keys", "twice", "twice, first copy damaged", "twice, second copy damaged"],
+)
 def test_whenever_a_rotation_is_cut_off_everything_can_be_read_and_the_next_one_completes_it(
-    house: House, tmp_path: Path
+    house: House, tmp_path: Path, number: int, flipped: int | None, cuts: int
 ) -> None:
     async def write(text: bytes) -> None:
         async with house.stream() as stream:
@@ -655,39 +661,63 @@ def test_whenever_a_rotation_is_cut_off_everything_can_be_read_and_the_next_one_
 
     def read() -> list[bytes]:
         with closing(StreamReader(house.directory(), keys=house.keys())) as reader:
-            return [row.payload for row in reader.read(0, end=3, max_messages=9, max_bytes=999)]
+            return [row.payload for row in reader.read(0, end=number, max_messages=9, max_bytes=999)]
 
-    for text in (b"one", b"two", b"three"):
+    messages = [b"%d" % n for n in range(number)]
+    for text in messages:
         run(write(text))
     keys, before, key = house.data_dir / "keys", tmp_path / "before", house.key_file.read_text()
+    if flipped is not None:
+        (path,) = keys.glob("*.key")
+        bad = bytearray(path.read_bytes())
+        bad[flipped + 30] ^= 1
+        path.write_bytes(bad)
     shutil.copytree(keys, before)
-    calls, status = 0, -signal.SIGKILL
-    while status:
-        shutil.rmtree(keys)
-        shutil.copytree(before, keys)
-        house.key_file.write_text(key)
-        command = [sys.executable, "-c", KILLED, str(house.data_dir), str(house.key_file), str(calls)]
-        status = subprocess.run(command, check=False).returncode
-        assert status in (0, -signal.SIGKILL)
-        assert read() == [b"one", b"two", b"three"], calls
-        if status:
+    writes = 2 + 2 * number  # the key file twice, and both copies of each key
+    with rotations(house) as rotate:
+        for cut_at in itertools.product(range(writes + 1), repeat=cuts):
+            shutil.rmtree(keys)
+            shutil.copytree(before, keys)
+            house.key_file.write_text(key)
+            assert rotate(cut_at[0]) is (cut_at[0] == writes)
+            assert read() == messages, cut_at
+            for again in cut_at[1:]:
+                rotate(again)
+                assert read() == messages, cut_at
             house.keys().rotate()
-        assert len(house.key_file.read_text().split()) == 1
-        assert house.key_file.read_text() != key
-        assert read() == [b"one", b"two", b"three"], calls
-        calls += 1
-    assert calls == 2 + 2 * 3 + 1
+            assert read() == messages, cut_at
+            assert len(house.key_file.read_text().split()) == 1
+            assert house.key_file.read_text() != key
     house.key_file.write_text(key)
     with pytest.raises(EncryptionKeyError, match="another key"):
         house.keys().check()
 
 
-# A rotation that is killed at its n-th write, of which a part reaches the file.
+@contextmanager
+def rotations(house: House) -> Iterator[Callable[[int], bool]]:
+    """A function that rotates the key, killed at its n-th write; it returns whether the end came first."""
+    command = [sys.executable, "-c", KILLED, str(house.data_dir), str(house.key_file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None
+        assert stdout is not None
+
+        def rotate(number: int) -> bool:
+            stdin.write(f"{number}\n")
+            stdin.flush()
+            status = int(stdout.readline())
+            assert status in (0, -signal.SIGKILL)
+            return not status
+
+        yield rotate
+
+
+# Rotations that are killed at the write whose number is on stdin. A part of that write reaches the file.
 KILLED = """
 import os, signal, sys
 from pathlib import Path
 from bridge.encryption import Keys
-left, write = int(sys.argv[3]), os.pwrite
+write = os.pwrite
 def pwrite(fd, data, offset):
     global left
     if not left:
@@ -695,8 +725,14 @@ def pwrite(fd, data, offset):
         os.kill(os.getpid(), signal.SIGKILL)
     left -= 1
     return write(fd, data, offset)
-os.pwrite = pwrite
-Keys(Path(sys.argv[1]), Path(sys.argv[2])).rotate()
+for line in sys.stdin:
+    left = int(line)
+    child = os.fork()
+    if not child:
+        os.pwrite = pwrite
+        Keys(Path(sys.argv[1]), Path(sys.argv[2])).rotate()
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
