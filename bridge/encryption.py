@@ -105,6 +105,11 @@ def read_master(path: Path, remedy: str = CREATE) -> list[bytes]:
     return found
 
 
+def may_replace(path: Path) -> bool:
+    """Whether this user may replace a key file."""
+    return os.access(path, os.W_OK) and os.access(path.resolve().parent, os.W_OK)
+
+
 def new_master() -> str:
     """A line for a key file."""
     return f"{secrets.token_hex(_KEY)}\n"
@@ -415,7 +420,7 @@ class Keys:
                         _write(fd, number * _BLOCK, copy.ljust(_BLOCK, b"\0"))
                 finally:
                     os.close(fd)
-            finished = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
+            finished = may_replace(path)
             if finished:
                 _save_master(path, masters[:1])
         return len(files), finished
@@ -430,16 +435,25 @@ def _write(fd: int, offset: int, data: bytes) -> None:
 
 
 def _save_master(path: Path, masters: list[bytes]) -> None:
-    """Replace a key file atomically and durably, with its owner and mode; raises OSError."""
+    """Replace a key file atomically and durably, with its owner and mode; raises OSError.
+
+    If `path` is a link, it stays one: the file that it leads to may be on another disk on purpose.
+    """
+    path = path.resolve()
     spare = path.with_name(path.name + ".tmp")
     before = path.stat()
     spare.unlink(missing_ok=True)
-    fd = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, before.st_mode & 0o777)
+    fd = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        if (os.geteuid(), os.getegid()) != (before.st_uid, before.st_gid):
-            os.fchown(fd, before.st_uid, before.st_gid)
-        _write(fd, 0, "".join(f"{master.hex()}\n" for master in masters).encode())
-    finally:
-        os.close(fd)
-    spare.replace(path)
+        try:
+            if (os.geteuid(), os.getegid()) != (before.st_uid, before.st_gid):
+                os.fchown(fd, before.st_uid, before.st_gid)
+            os.fchmod(fd, before.st_mode & 0o777)  # whatever the umask is
+            _write(fd, 0, "".join(f"{master.hex()}\n" for master in masters).encode())
+        finally:
+            os.close(fd)
+        spare.replace(path)
+    except OSError:
+        spare.unlink(missing_ok=True)  # it has the keys
+        raise
     durable.sync_directory(path.parent)

@@ -18,7 +18,7 @@ from bridge.cli.options import (
     keys_of,
 )
 from bridge.config.settings import DEFAULT_CONFIG
-from bridge.encryption import is_used, new_master
+from bridge.encryption import is_used, may_replace, new_master
 from bridge.errors import StreamBridgeError
 
 app = typer.Typer(help="Create and replace the key of encrypted streams.", no_args_is_help=True)
@@ -75,7 +75,7 @@ def rotate(
     keys = keys_of(config, directory, key_file)
     if not is_used(directory):
         raise StreamBridgeError(f"{directory}: nothing is encrypted here yet; create a new key file instead")
-    if keys.key_file is not None and os.access(keys.key_file.parent, os.W_OK):
+    if keys.key_file is not None and may_replace(keys.key_file):
         number, finished = keys.rotate()
     else:
         act_as_owner(directory)

@@ -693,6 +693,52 @@ def test_whenever_a_rotation_is_cut_off_everything_can_be_read_and_the_next_one_
         house.keys().check()
 
 
+def test_a_new_key_is_in_the_same_file_with_the_same_mode_and_owner(house: House, tmp_path: Path) -> None:
+    """The configuration names a link, the real file is on another disk, and a group may read it."""
+    disk, etc = tmp_path / "usb", tmp_path / "etc"
+    disk.mkdir()
+    etc.mkdir()
+    real, house.key_file = disk / "real.key", etc / "encryption.key"
+    real.write_text(new_master())
+    real.chmod(0o640)
+    house.key_file.symlink_to(real)
+    before, owner = real.read_text(), (real.stat().st_uid, real.stat().st_gid)
+    house.keys().own()
+    umask = os.umask(0o077)
+    try:
+        assert house.keys().rotate() == (1, True)
+    finally:
+        os.umask(umask)
+    assert house.key_file.is_symlink()
+    assert house.key_file.readlink() == real
+    assert list(etc.iterdir()) == [house.key_file]
+    assert list(disk.iterdir()) == [real]
+    assert real.read_text() != before
+    assert real.stat().st_mode & 0o777 == 0o640
+    assert (real.stat().st_uid, real.stat().st_gid) == owner
+    assert house.keys().check() == []
+
+
+def test_a_rotation_that_cannot_write_the_key_file_leaves_no_other_file_with_keys(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.keys().own()
+    before, write = house.key_file.read_text(), os.pwrite
+
+    def full(fd: int, data: bytes, offset: int) -> int:
+        if len(data) < 4096:  # not a key file of the data directory
+            write(fd, data[:70], offset)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        house.keys().rotate()
+    assert house.key_file.read_text() == before
+    assert [path for path in house.key_file.parent.iterdir() if path.is_file()] == [house.key_file]
+    assert house.keys().check() == []
+
+
 @contextmanager
 def rotations(house: House) -> Iterator[Callable[[int], bool]]:
     """A function that rotates the key, killed at its n-th write; it returns whether the end came first."""
