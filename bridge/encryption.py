@@ -70,6 +70,8 @@ _PREFIX = struct.Struct("<QQ")
 _BLOCK = 4096
 _SIZE = 2 * _BLOCK
 _KEY = 32
+CREDENTIALS = "/run/credentials"  # of all units
+CREDENTIAL_SOURCES = "/etc/credstore"
 _CACHED = 256  # data keys; making one takes some microseconds
 INSTALL = "install it with `pip install 'streambridge[encryption]'`"
 RESTORE = "restore it, since encrypted data is stored here. Nothing was changed"
@@ -106,8 +108,16 @@ def read_master(path: Path, remedy: str = CREATE) -> list[bytes]:
 
 
 def may_replace(path: Path) -> bool:
-    """Whether this user may replace a key file."""
-    return os.access(path, os.W_OK) and os.access(path.resolve().parent, os.W_OK)
+    """Whether this user may replace a key file, and it stays replaced."""
+    path = path.resolve()
+    return not _is_credential(path) and os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
+
+
+def _is_credential(path: Path) -> bool:
+    """Whether systemd makes this file from another one at each start."""
+    own = os.environ.get("CREDENTIALS_DIRECTORY", "")
+    directories = {CREDENTIALS, own} - {"", CREDENTIAL_SOURCES}
+    return any(path.resolve().is_relative_to(Path(directory).resolve()) for directory in directories)
 
 
 def new_master() -> str:
@@ -393,9 +403,9 @@ class Keys:
         """Encrypt all key files with another master key; (how many, whether the key file is finished).
 
         If the key file has one key, a new one is put before it. Then all key files are encrypted with the
-        first one, and the others are removed from the key file; not from one that this user may not write,
-        such as a credential. After a crash in between, all can be read, and the next call completes it.
-        The service may run. Raises EncryptionKeyError or OSError.
+        first one, and the others are removed from the key file; not from a credential, which must have the
+        new key already, nor from a file that this user may not write. After a crash in between, all can be
+        read, and the next call completes it. The service may run. Raises EncryptionKeyError or OSError.
         """
         with self._locked():
             masters = self._masters()
@@ -406,6 +416,12 @@ class Keys:
                 raise EncryptionKeyError(
                     f"{damaged[0]}: both its copies are damaged; restore it from a backup, or delete it if "
                     "there is none, and rotate again. Nothing was changed"
+                )
+            if len(masters) == 1 and _is_credential(path):
+                raise EncryptionKeyError(
+                    f"{path}: this is a credential, which systemd makes again at each start, so a new key in "
+                    "it would be lost; create one with a new key before the old one, restart the service, "
+                    "and rotate again. Nothing was changed"
                 )
             if len(masters) == 1:
                 masters.insert(0, secrets.token_bytes(_KEY))

@@ -739,6 +739,32 @@ def test_a_rotation_that_cannot_write_the_key_file_leaves_no_other_file_with_key
     assert house.keys().check() == []
 
 
+def test_a_new_key_is_never_put_into_a_credential_of_systemd(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """systemd makes the credential again from its source, so the new key would be lost at the next start."""
+    directory = tmp_path / "credentials"
+    directory.mkdir()
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(directory))
+    source = house.key_file
+    old = source.read_text()
+    house.key_file = directory / "encryption-key"
+    house.key_file.write_text(old)
+    house.keys().own()
+    with pytest.raises(EncryptionKeyError, match="create one with a new key before the old one"):
+        house.keys().rotate()
+    assert house.key_file.read_text() == old
+    both = new_master() + old
+    for path in (house.key_file, source):
+        path.write_text(both)
+    assert house.keys().rotate() == (1, False)
+    assert house.key_file.read_text() == both
+    house.key_file.write_text(new := both.splitlines()[0])
+    assert house.keys().check() == [], "all keys are encrypted with the new one"
+    assert Keys(house.data_dir, source).rotate() == (1, True)
+    assert source.read_text().strip() == new
+
+
 @contextmanager
 def rotations(house: House) -> Iterator[Callable[[int], bool]]:
     """A function that rotates the key, killed at its n-th write; it returns whether the end came first."""
