@@ -333,12 +333,17 @@ class CursorFile:
     def fill(self, cursor: Cursor) -> None:
         """Write each invalid slot, so that no later write needs space. Raises OSError.
 
-        If the cursor is to be encrypted, also write unencrypted slots.
+        Also replace slots that are not encrypted and should be, or the reverse: an encrypted one needs a key.
         """
         for _ in range(2 - len(_slots(self._fd))):
             self.write(cursor)
-        if self.encrypted and not all(self._is_sealed):
+        if self._is_outdated:
             self.write(cursor)  # replaces both slots
+
+    @property
+    def _is_outdated(self) -> bool:
+        """Return whether a slot is not encrypted and should be, or the reverse."""
+        return any(is_sealed is not self.encrypted for is_sealed in self._is_sealed)
 
     @staticmethod
     def read(path: Path, sealing: Sealing | None = None) -> Cursor | None:
@@ -362,11 +367,11 @@ class CursorFile:
         """Write into the slot without the newest synced cursor, durably if `sync`. Raises OSError.
 
         With a state of transforms, the write is always durable: slot and area are two writes, and a process
-        that is killed between them must leave the newest slot unchanged. The first encrypted write is durable
-        too, because it replaces both slots and their areas.
+        that is killed between them must leave the newest slot unchanged. The first write after encryption was
+        switched on or off is durable too, because it replaces both slots and their areas.
         """
         plain, transform, encrypted = cursor, cursor.transform, self.encrypted
-        if transform or (encrypted and not all(self._is_sealed)):
+        if transform or self._is_outdated:
             sync = True
             if not self._is_synced:
                 os.fdatasync(self._fd)
@@ -398,7 +403,7 @@ class CursorFile:
         if sync:
             os.fdatasync(self._fd)
         self._generation, self._is_synced, self._is_sealed[number] = generation, sync, encrypted
-        if encrypted and not self._is_sealed[1 - number]:
+        if self._is_outdated:
             self.write(plain)
 
     def _encoded(self, transform: bytes) -> tuple[bytes, bytes]:

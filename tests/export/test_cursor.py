@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from bridge.encryption import Keys, new_master
+from bridge.errors import CorruptData
 from bridge.errors import CorruptData, EncryptionKeyError
 from bridge.export.cursor import (
     SLOT,
@@ -277,6 +278,31 @@ def test_until_the_next_sync_writes_leave_alone_what_is_on_the_disk(
     again = CursorFile(path)  # after a kill: what the process has left is on the disk before it is replaced
     assert on_the_disk(path) == path.read_bytes()
     again.close()
+
+
+@pytest.mark.parametrize("transform", [b"", b"state of a dead band"])
+def test_once_encryption_is_off_a_cursor_needs_no_key_even_if_nothing_is_exported(
+    tmp_path: Path, transform: bytes
+) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_text(new_master())
+    keys = Keys(tmp_path, key_file)
+    path = stream_directory(tmp_path, "a") / "x.cursor"
+    sealing = Sealing(keys, path, 7)
+    file = CursorFile(path, sealing)
+    file.encrypted = True
+    file.fill(Cursor(epoch=7, kind="k", position=3, state=b"secret", transform=transform))
+    file.close()
+    assert openings(tmp_path) == {keys.own()}
+    found = CursorFile.read(path, sealing)
+    assert found is not None
+    file = CursorFile(path, sealing)  # the next start, with encryption switched off
+    file.fill(found)
+    file.close()
+    assert openings(tmp_path) == set()
+    found = CursorFile.read(path)
+    assert found is not None
+    assert (found.position, found.state, found.transform) == (3, b"secret", transform)
 
 
 class Machine:
