@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -166,7 +167,7 @@ def publish(found: mqtt.Client, topic: str, payload: str, *, retain: bool = Fals
 
 def with_secrets(data: Path) -> list[Path]:
     texts = [MARKER.encode(), *(str(number).encode() for number in NUMBERS)]
-    texts += [number.to_bytes(4, order) for number in NUMBERS for order in ("big", "little")]
+    texts += [struct.pack(order + form, number) for number in NUMBERS for order in "<>" for form in "Iqd"]
     found = []
     for path in data.rglob("*"):
         with contextlib.suppress(OSError):  # a socket; a file that was just replaced
@@ -289,14 +290,16 @@ def test_a_service_without_its_key_says_what_to_do_and_changes_nothing(service: 
     assert service.payloads() == [MARKER]
 
 
-@pytest.mark.slow(seconds=12)
-def test_encryption_is_switched_on_and_off_by_a_running_service(service: Service) -> None:
+@pytest.mark.slow(seconds=20)
+def test_encryption_is_switched_on_and_off_by_a_running_service(service: Service, sink: Sink) -> None:
     service.config.write_text(service.text.replace("encryption = true", ""))
     service.start()
     publisher = client(service, "device")
     publish(publisher, "secret/a", MARKER)
     publish(publisher, "plain/kept", MARKER, retain=True)
-    assert len(with_secrets(service.data)) >= 2
+    publish(publisher, "secret/a/band", json.dumps({"value": NUMBERS[0]}))
+    wait_for(lambda: has_received(sink, str(NUMBERS[0]).encode()))
+    wait_for(lambda: len(with_secrets(service.data)) >= 3)  # stream, sessions, and the state of the export
     done = service.command("streams", "update", "secret", "encryption=true")
     assert done.returncode == 0, done.stderr
     journal = service.data / "mqtt" / "sessions.journal"
@@ -304,7 +307,7 @@ def test_encryption_is_switched_on_and_off_by_a_running_service(service: Service
     publish(publisher, "secret/a", MARKER + "2")
     shown = service.command("streams", "describe", "secret").stdout
     assert "on, 1 older segment is not encrypted" in shown
-    done = service.command("streams", "purge", "secret", "--upto", "1", "--yes")
+    done = service.command("streams", "purge", "secret", "--upto", "2", "--yes")
     assert done.returncode == 0, done.stderr
     wait_for(lambda: with_secrets(service.data) == [])
     done = service.command("streams", "update", "secret", "encryption=false")
@@ -314,6 +317,16 @@ def test_encryption_is_switched_on_and_off_by_a_running_service(service: Service
     publisher.loop_stop()
     service.end(signal.SIGTERM)
     assert service.payloads() == [MARKER + "2", "plain"]
+    done = service.command("streams", "purge", "secret", "--yes")
+    assert done.returncode == 0, done.stderr
+    for _ in range(2):
+        service.start()
+        service.end(signal.SIGTERM)
+    assert list((service.data / "keys").glob("*.key")) == []
+    text = service.config.read_text()
+    service.config.write_text(text.replace('key_file = "key"', ""))  # as the guide says
+    service.start()
+    service.end(signal.SIGTERM)
 
 
 @pytest.mark.slow(seconds=12)

@@ -337,13 +337,12 @@ class CursorFile:
         """
         for _ in range(2 - len(_slots(self._fd))):
             self.write(cursor)
-        if self._is_outdated:
+        if self.differs(self.encrypted):
             self.write(cursor)  # replaces both slots
 
-    @property
-    def _is_outdated(self) -> bool:
+    def differs(self, encrypted: bool) -> bool:
         """Return whether a slot is not encrypted and should be, or the reverse."""
-        return any(is_sealed is not self.encrypted for is_sealed in self._is_sealed)
+        return self._is_sealed != [encrypted, encrypted]
 
     @staticmethod
     def read(path: Path, sealing: Sealing | None = None) -> Cursor | None:
@@ -371,7 +370,7 @@ class CursorFile:
         switched on or off is durable too, because it replaces both slots and their areas.
         """
         plain, transform, encrypted = cursor, cursor.transform, self.encrypted
-        if transform or self._is_outdated:
+        if transform or self.differs(encrypted):
             sync = True
             if not self._is_synced:
                 os.fdatasync(self._fd)
@@ -403,7 +402,7 @@ class CursorFile:
         if sync:
             os.fdatasync(self._fd)
         self._generation, self._is_synced, self._is_sealed[number] = generation, sync, encrypted
-        if self._is_outdated:
+        if self.differs(encrypted):
             self.write(plain)
 
     def _encoded(self, transform: bytes) -> tuple[bytes, bytes]:

@@ -77,6 +77,11 @@ class Position:
         """Whether the position has been read."""
         return self._file is not None
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the file is not encrypted and the stream is, or the reverse: it must be written again."""
+        return self._file is not None and self._file.differs(self.source.encrypted)
+
     def _fresh(self, config: ExportConfig) -> cursors.Cursor:
         start = start_of(config)
         return cursors.Cursor(
@@ -150,9 +155,12 @@ class Position:
         return msgspec.structs.replace(stored, error_message=self.cursor.error, error_since=since)
 
     def write(self, *, sync: bool = False) -> None:
-        """Write the cursor if it has changed; durably with `sync` or if necessary. Raises OSError."""
+        """Write the cursor if it has changed or is outdated; durably with `sync` or if necessary.
+
+        Raises OSError.
+        """
         sync = sync or self.sync_at <= time.monotonic()
-        if self._file is None or self._is_deleted or not (sync or self.dirty):
+        if self._file is None or self._is_deleted or not (sync or self.dirty or self.is_outdated):
             return
         self._file.encrypted = self.source.encrypted
         if not sync and self._by_record and not self.cursor.transform and self._is_covered:
@@ -188,7 +196,7 @@ class Position:
     def finish(self) -> None:
         """Write for the last time, without reserved numbers, because nothing more is sent. As `try_write`."""
         is_stale = self.dirty or self.sync_at < math.inf or self.cursor.reserved is not UNSET
-        if is_stale and self._file is not None and not self._is_deleted:
+        if (is_stale or self.is_outdated) and self._file is not None and not self._is_deleted:
             with self._logging():
                 self._file.encrypted = self.source.encrypted
                 self._write_durably(0)

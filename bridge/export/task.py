@@ -157,6 +157,8 @@ class Task:
             return self._backoff.due
         if self._updated:
             return 0.0
+        if self.position.is_outdated:
+            return self._backoff.due
         if self._rests:
             return self._backoff.due if self.position.dirty else max(self._backoff.due, self.position.sync_at)
         if cursor.batch:
@@ -208,7 +210,7 @@ class Task:
                 return
             if not self.position.is_loaded:
                 self._load()
-            if self._rests:
+            if self._rests or self.position.is_outdated:
                 self.position.write()
                 return
             exporter = self._open()

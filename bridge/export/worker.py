@@ -253,10 +253,7 @@ class Worker:
             )
             source.loses_tail = not message.flush
         source.loses_tail |= not message.flush  # messages from before may still be unsynced
-        if source.encrypted is not message.encrypted:
-            source.encrypted = message.encrypted
-            for task in self._scheduler.of_stream(message.name):
-                task.position.dirty = True
+        source.encrypted = message.encrypted
         source.revision = message.revision
         wanted = []
         broken = self._broken[message.name] = []

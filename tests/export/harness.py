@@ -22,6 +22,7 @@ from moto.server import ThreadedMotoServer
 
 from bridge import Context, objectkeys
 from bridge.clock import System
+from bridge.encryption import Keys
 from bridge.export.settings import ExportSettings
 from bridge.export.supervisor import ExportSupervisor, highest_exported
 from bridge.export.wire import Tuning
@@ -100,23 +101,30 @@ async def until(
 
 @asynccontextmanager
 async def running(
-    root: Path, *, tuning: Tuning = FAST, system: System | None = None, **settings: Any
+    root: Path,
+    *,
+    tuning: Tuning = FAST,
+    system: System | None = None,
+    key_file: Path | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """A gateway on the data directory `root/data`, with drop-in plugins from `root/plugins`.
 
-    `system` has other clocks than the machine; the worker uses the machine's.
+    `system` has other clocks than the machine; the worker uses the machine's. With a `key_file`, streams may
+    be encrypted.
     """
     settings.setdefault("allow", Allow(directories=[root]))
     data_dir, drop_in = root / "data", root / "plugins"
     drop_in.mkdir(exist_ok=True, mode=0o755)
     gateway: Gateway
-    export = ExportSettings(plugin_dirs=[str(drop_in)], **settings)
+    export, keys = ExportSettings(plugin_dirs=[str(drop_in)], **settings), Keys(data_dir, key_file)
     store = StreamStore(
         data_dir,
         root / "memory",
         on_event=lambda stream, what: None,
         floor=lambda name, epoch: highest_exported(data_dir, name, epoch) + 1,
         system=system,
+        keys=keys,
     )
     exports = ExportSupervisor(
         data_dir,
@@ -127,6 +135,7 @@ async def running(
         clock=store.clock,
         damaged=lambda name, what: gateway.heal(name),
         tuning=tuning,
+        keys=keys,
     )
     gateway = Gateway(root, store, exports, StreamManager(store, discovery.load([drop_in]), exports))
     try:

@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import resource
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -303,6 +304,40 @@ def test_once_encryption_is_off_a_cursor_needs_no_key_even_if_nothing_is_exporte
     found = CursorFile.read(path)
     assert found is not None
     assert (found.position, found.state, found.transform) == (3, b"secret", transform)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_the_cursor_of_an_idle_export_follows_when_encryption_is_switched(
+    recorder: Path, paused: bool
+) -> None:
+    """A dead band remembers a value, which is in the cursor: no message comes, nothing is restarted."""
+    key_file = recorder / "key"
+    key_file.write_text(new_master())
+    config = {"identifier": "x", "path": str(recorder / "out"), "reduce": [{"deadband": {"/value": 1}}]}
+    value = 77_123_451
+    forms = [str(value).encode(), *(struct.pack(f">{code}", value) for code in "Iqdf")]
+
+    def shows_value() -> bool:
+        (path,) = stream_directory(recorder / "data", "a").glob("*.cursor")
+        content = path.read_bytes()
+        return any(form in content for form in forms)
+
+    async def work() -> None:
+        async with running(recorder, key_file=key_file) as gateway:
+            gateway.create("a", {"recorder": [config]})
+            await gateway.append("a", b'{"value": %d}' % value)
+            await gateway.exported("a", 0)
+            await until(shows_value)
+            if paused:
+                gateway.manager.pause("a", "x", paused=True)
+            gateway.update("a", {"recorder": [config]}, encryption=True)
+            await until(lambda: not shows_value())
+            assert openings(recorder / "data") != set()
+            gateway.update("a", {"recorder": [config]}, encryption=False)
+            await until(lambda: openings(recorder / "data") == set())
+            assert shows_value()
+
+    asyncio.run(work())
 
 
 class Machine:
