@@ -71,7 +71,7 @@ class FirehoseSender:
                 continue
             groups = requests[-1]
             fits_request = size + len(payload) <= MAX_BYTES
-            if groups and record_size + len(payload) <= self._pack and fits_request:
+            if self._pack and groups and record_size + len(payload) <= self._pack and fits_request:
                 groups[-1].append(n)
                 record_size += len(payload)
             else:

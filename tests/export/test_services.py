@@ -281,6 +281,12 @@ def test_packed_messages_fill_records_and_fail_together(fake: FakeAws) -> None:
     assert fake.taken[-1]["Data"] == b"message 00\nmessage 01\nmessage 02\n"
 
 
+def test_without_packing_every_message_is_a_record_even_if_it_is_empty(fake: FakeAws) -> None:
+    messages = [b"", b"", b"", b"x", b"", b""]
+    deliver(firehose(fake, delimiter=""), make_batch(messages))
+    assert [record["Data"] for record in fake.taken] == messages
+
+
 def test_requests_stay_within_500_records_and_4_mib(fake: FakeAws) -> None:
     deliver(firehose(fake), make_batch([b"x"] * 1200))
     deliver(firehose(fake), make_batch([bytes(900_000)] * 9))
