@@ -32,7 +32,8 @@ silent, these rules apply:
   are until they are exported and dropped.
 * A record id is `<epoch>-<number>`. It is unique on a gateway, and identifies the stored message.
 * A result means that the records are stored; with `flush_on_write`, on the disk. A record that cannot be
-  stored fails alone, with ServiceUnavailableException, and can be sent again.
+  stored fails alone: with InvalidArgumentException if it is larger than its stream allows, else with
+  ServiceUnavailableException, and then it can be sent again.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from bridge.errors import (
     InvalidRequest,
     KeyUnavailable,
     LimitReached,
+    MessageTooLarge,
     StreamError,
     StreamInUse,
     StreamNotFound,
@@ -521,13 +523,18 @@ async def _put_batch(call: Call, request: PutBatch) -> PutBatchDone:
     stream, results = await _append(call, request.stream, request.records)
     epoch = f"{stream.epoch}-"
     entries = [
-        PutEntry(epoch + str(result))
-        if type(result) is int
-        else PutEntry(error_code="ServiceUnavailableException", error_message=str(result))
+        _failed(result) if isinstance(result, StreamError) else PutEntry(epoch + str(result))
         for result in results
     ]
     failed = [entry for entry in entries if entry.error_code]
     return PutBatchDone(len(failed), entries, stream.settings.encryption)
+
+
+def _failed(error: StreamError) -> PutEntry:
+    """The result of a record that is not stored. A client sends those again that are unavailable."""
+    is_invalid = isinstance(error, MessageTooLarge)
+    code = "InvalidArgumentException" if is_invalid else "ServiceUnavailableException"
+    return PutEntry(error_code=code, error_message=str(error))
 
 
 async def _append(

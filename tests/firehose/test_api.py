@@ -15,7 +15,7 @@ from botocore.exceptions import ClientError
 from bridge.access.rules import AccessRule
 from bridge.encryption import new_master
 from bridge.errors import ConfigError
-from bridge.model import MIB
+from bridge.model import MIB, Limits
 from bridge.mqtt.settings import MqttConfig
 from bridge.operations.deliveries import DELIVERIES, MAX_RECORD
 from bridge.plugin.allow import Allow
@@ -392,6 +392,23 @@ def test_records_for_which_there_is_no_room_fail_alone_and_can_be_sent_again(tmp
             DeliveryStreamName="plant", Records=records(*[data[n] for n in failed])
         )
         assert again["FailedPutCount"] == 0
+
+
+def test_a_record_that_its_stream_can_never_store_is_not_to_be_sent_again(gateway: Gateway) -> None:
+    gateway.stream(
+        "plant",
+        limits=Limits(max_message_size=100),
+        export_definition={"s3Delivery": [{"identifier": "s3", "bucket": "archive"}]},
+    )
+    client, data = gateway.client(), [b"before", bytes(200), b"after"]
+    answer = client.put_record_batch(DeliveryStreamName="plant", Records=records(*data))
+    assert answer["FailedPutCount"] == 1
+    results = answer["RequestResponses"]
+    assert [result.get("ErrorCode") for result in results] == [None, "InvalidArgumentException", None]
+    assert "maxMessageSize 100" in results[1]["ErrorMessage"]
+    assert gateway.stored() == [b"before", b"after"]
+    with pytest.raises(client.exceptions.InvalidArgumentException):
+        client.put_record(DeliveryStreamName="plant", Record={"Data": data[1]})
 
 
 def test_a_stream_that_is_no_delivery_stream_is_not_found(gateway: Gateway) -> None:
