@@ -316,7 +316,7 @@ class StreamStore:
     def admit(self, settings: StorageSettings) -> None:
         """Raise KeyUnavailable or OSError if a stream with these settings cannot be stored here.
 
-        Earlier builds refuse the directory from the first encrypted stream on.
+        Earlier builds refuse the directory from the first encrypted stream on, but not after a mere attempt.
         """
         if not settings.encryption:
             return
@@ -325,13 +325,13 @@ class StreamStore:
                 "a stream cannot be encrypted without a key; set key_file in [encryption] of the "
                 "configuration, and restart the service"
             )
-        if self._format != formats.ENCRYPTED:
-            formats.save(self.files, self.data_dir, Format(formats.ENCRYPTED, upgrading=self._upgrading))
-            self._format = formats.ENCRYPTED
         try:
             self.keys.own()
         except EncryptionKeyError as error:
             raise KeyUnavailable(str(error)) from None
+        if self._format != formats.ENCRYPTED:
+            formats.save(self.files, self.data_dir, Format(formats.ENCRYPTED, upgrading=self._upgrading))
+            self._format = formats.ENCRYPTED
 
     def openings(self) -> set[int] | None:
         """Return the numbers of the opening keys that streams need; None if that is unknown for some.

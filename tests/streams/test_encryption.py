@@ -428,6 +428,24 @@ def test_an_encrypted_stream_needs_a_key(house: House) -> None:
     assert not is_used(house.data_dir)
 
 
+def test_an_attempt_to_encrypt_without_a_readable_key_leaves_the_format_as_it_is(house: House) -> None:
+    key = house.key_file.read_text()
+
+    async def work() -> None:
+        async with house.stream("plain", encryption=False) as stream:
+            await put(stream, b"one")
+        async with house.store() as store:
+            house.key_file.unlink()
+            with pytest.raises(KeyUnavailable, match="cannot be read"):
+                store.create("s", StorageSettings(encryption=True), b"{}")
+            assert formats.find(house.data_dir) == Format(2)
+            house.key_file.write_text(key)
+            store.create("s", StorageSettings(encryption=True), b"{}")
+            assert formats.find(house.data_dir) == Format(3)
+
+    run(work())
+
+
 def test_the_directory_has_format_3_before_anything_is_encrypted_and_format_2_until_then(
     house: House,
 ) -> None:
