@@ -51,14 +51,14 @@ class Claim(NamedTuple):
     key: AccessKey
     scope: str  # date/region/service/aws4_request
     time: str
-    head: str  # the canonical request without the hash of the body
+    head: bytes  # the canonical request without the hash of the body
     signature: str
     body_hash: str | None  # as the head has it
 
     def check(self, body: bytes) -> None:
         """Check the signature; raises SignatureError."""
         actual = hashlib.sha256(body).hexdigest()
-        canonical = hashlib.sha256(f"{self.head}\n{actual}".encode()).hexdigest()
+        canonical = hashlib.sha256(self.head + b"\n" + actual.encode()).hexdigest()
         text = f"{ALGORITHM}\n{self.time}\n{self.scope}\n{canonical}"
         expected = hmac.digest(_signing_key(self.key.secret, self.scope), text.encode(), "sha256").hex()
         right = hmac.compare_digest(expected.encode(), self.signature.encode())
@@ -69,7 +69,8 @@ class Claim(NamedTuple):
 def claim(headers: Mapping[str, str], keys: Mapping[str, AccessKey], now: float) -> Claim:
     """What a POST to `/` claims; raises SignatureError.
 
-    `headers` have lower-case names; `now` is Unix time.
+    `headers` have lower-case names, and values in Latin-1; those of a field that was sent more than once are
+    joined by commas. `now` is Unix time.
     """
     authorization = headers.get("authorization", "")
     if not authorization:
@@ -98,8 +99,10 @@ def claim(headers: Mapping[str, str], keys: Mapping[str, AccessKey], now: float)
     missing = [name for name in signed if name not in headers]
     if missing:
         raise SignatureError("InvalidSignatureException", f"the signed header {missing[0]!r:.80} is missing")
-    lines = "".join(f"{name}:{' '.join(headers[name].split())}\n" for name in signed)
-    head = f"POST\n/\n\n{lines}\n{parts['SignedHeaders']}"
+    # In bytes, as they were received: only spaces of ASCII are folded.
+    values = [b" ".join(headers[name].encode("latin-1").split()) for name in signed]
+    lines = [b"%b:%b\n" % (name.encode(), value) for name, value in zip(signed, values, strict=True)]
+    head = b"POST\n/\n\n%b\n%b" % (b"".join(lines), parts["SignedHeaders"].encode())
     return Claim(key, scope, time, head, parts["Signature"], headers.get("x-amz-content-sha256"))
 
 

@@ -375,7 +375,7 @@ class HttpConnection(Flow):
         fields: dict[str, str] = {}
         for name, value in event.headers:
             key, text = name.decode("ascii"), value.decode("latin-1")
-            fields[key] = f"{fields[key]}, {text}" if key in fields else text
+            fields[key] = f"{fields[key]},{text}" if key in fields else text  # as signatures of AWS join them
         method, target = event.method.decode("ascii"), event.target.decode("ascii")
         if event.http_version not in (b"1.0", b"1.1") or not target.startswith("/"):
             raise HttpError(HTTPStatus.BAD_REQUEST)

@@ -6,6 +6,7 @@ import hashlib
 import http.client
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,32 @@ def replaced(fields: dict[str, str], pattern: str, text: str) -> dict[str, str]:
 def test_a_request_signed_by_botocore_is_taken(gateway: Gateway) -> None:
     assert answer(gateway, signed(LIST, b"{}"))[0] == 200
     assert answer(gateway, signed(LIST, b"{}", host="gateway.plant.example:8443"))[0] == 200
+
+
+def test_a_field_is_signed_in_the_bytes_that_were_sent(gateway: Gateway) -> None:
+    """Characters of UTF-8 have bytes that would be spaces in Latin-1: `à` ends with A0, `Å` with 85."""
+    fields = signed(LIST, b"{}", X_Amz_Note="pr\u00fcfstand  \u00e0 la carte, \u00c5, \u6d4b")
+    answer = gateway.send(request(fields))
+    assert answer.startswith(b"HTTP/1.1 200 "), answer
+    answer = gateway.send(request(fields | {"X-Amz-Note": "prufstand"}))
+    assert b"InvalidSignatureException" in answer
+
+
+def test_a_signed_field_may_be_sent_more_than_once(gateway: Gateway) -> None:
+    fields = {"Content-Type": "application/x-amz-json-1.1", "X-Amz-Target": TARGET + LIST, "Host": "h"}
+    made = AWSRequest("POST", "http://h/", fields, b"{}")
+    for value in ("b  c", "a"):
+        made.headers.add_header("X-Test", value)
+    SigV4Auth(Credentials(KEY, SECRET), "firehose", "eu-central-1").add_auth(made)
+    assert "x-test" in made.headers["Authorization"]
+    answer = gateway.send(request(made.headers))
+    assert answer.startswith(b"HTTP/1.1 200 "), answer
+
+
+def request(fields: Mapping[str, str]) -> bytes:
+    """A request that asks for the list, and ends its connection."""
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    return f"POST / HTTP/1.1\r\n{head}Content-Length: 2\r\nConnection: close\r\n\r\n{{}}".encode()
 
 
 def test_the_hash_of_the_body_may_be_in_a_field_and_must_be_right(gateway: Gateway) -> None:
