@@ -35,9 +35,9 @@ context and what the caller adds.
 
 The file `spare` has the size of a key file and becomes the next one, so a start on a full disk needs no space
 for its key. The copies are written in place and synced one after the other, so one is always readable: if one
-is damaged or torn, it is written first. A process holds a shared lock (flock) on the key file with which it
-seals, and `collect` deletes only files that nobody has locked. `keys/` itself is locked while files are
-created, rotated or deleted.
+is damaged or torn, it is written first. A start writes a damaged copy again. A process holds a shared lock
+(flock) on the key file with which it seals, and `collect` deletes only files that nobody has locked. `keys/`
+itself is locked while files are created, rotated, repaired or deleted.
 """
 
 from __future__ import annotations
@@ -204,6 +204,34 @@ def _readable(data: bytes, opening: int, masters: Collection[bytes]) -> list[boo
     return [copy is not None and copy.key(masters) is not None for copy in _copies(data, opening)]
 
 
+def _copies_in(path: Path) -> list[_Copy | None]:
+    """As `_copies`. Raises OSError."""
+    try:
+        return _copies(path.read_bytes(), int(path.stem, 16))
+    except ValueError:  # the name is no number
+        return [None, None]
+
+
+@contextlib.contextmanager
+def _locked(directory: Path, how: int) -> Iterator[None]:
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, how)
+        yield
+    finally:
+        os.close(lock)
+
+
+def damaged(data_dir: Path) -> dict[Path, int]:
+    """The key files with damaged copies, and how many; without the master key. Raises OSError."""
+    directory = data_dir / DIRECTORY
+    if not directory.is_dir():
+        return {}
+    with _locked(directory, fcntl.LOCK_SH):  # a rotation tears one copy after the other
+        found = {path: _copies_in(path).count(None) for path in _files(directory)}
+    return {path: number for path, number in found.items() if number}
+
+
 class Keys:
     """The keys of one data directory, for one process. `seal` and `open` are for any thread."""
 
@@ -240,14 +268,13 @@ class Keys:
     def _load(self, path: Path, masters: list[bytes]) -> bool:
         """Decrypt a key file; whether a copy is sound. Raises EncryptionKeyError."""
         try:
-            opening = int(path.stem, 16)
-            copies = _copies(path.read_bytes(), opening)
-        except (OSError, ValueError):
+            copies = _copies_in(path)
+        except OSError:
             return False
         sound = [copy for copy in copies if copy is not None]
         for copy in sound:
             if (key := copy.key(masters)) is not None:
-                self._openings[opening] = key
+                self._openings[copy.opening] = key
                 return True
         known = {name_of(master) for master in masters}
         if any(copy.master not in known for copy in sound):
@@ -363,12 +390,28 @@ class Keys:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         durable.make_directory(self.directory)
-        lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with _locked(self.directory, fcntl.LOCK_EX):
             yield
-        finally:
-            os.close(lock)
+
+    def repair(self) -> list[Path]:
+        """Write each damaged copy again from the sound one; returns the key files. Raises OSError."""
+        if 1 not in damaged(self.directory.parent).values():
+            return []
+        repaired = []
+        with self._locked():
+            for path in _files(self.directory):
+                copies = _copies_in(path)
+                if copies.count(None) != 1:
+                    continue
+                bad = copies.index(None)
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    sound = os.pread(fd, _BLOCK, (1 - bad) * _BLOCK)
+                    _write(fd, bad * _BLOCK, sound.ljust(_BLOCK, b"\0"))
+                finally:
+                    os.close(fd)
+                repaired.append(path)
+        return repaired
 
     def collect(self, used: Callable[[], Collection[int] | None], settle: Callable[[], object]) -> int:
         """Delete the key files that nothing is sealed with; returns how many.

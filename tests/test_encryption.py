@@ -350,3 +350,16 @@ def test_the_key_is_rotated_while_the_service_runs_and_after_kills(service: Serv
     service.start()
     service.end(signal.SIGTERM)
     assert service.payloads() == ["one", "two"]
+    path = next((service.data / "keys").glob("*.key"))
+    good = path.read_bytes()
+    path.write_bytes(good[:4096] + bytes(4096))
+    verified = service.command("verify")
+    assert verified.returncode == 65
+    assert f"keys/: 1 problem\n  {path}: one of its two copies is damaged\n" in verified.stdout
+    assert verified.stdout.endswith("1 stream, 2 messages: keys damaged\n")
+    assert json.loads(service.command("verify", "--json").stdout)[1]["name"] == "keys/"
+    repaired = service.command("repair")
+    assert repaired.returncode == 65
+    assert repaired.stdout.endswith("1 stream, 2 messages: keys damaged, now repaired\n")
+    assert path.read_bytes() == 2 * good[:4096]
+    assert service.command("verify").stdout.endswith("1 stream, 2 messages: no damage\n")

@@ -133,20 +133,28 @@ def _bar(unit: str) -> Iterator[integrity.Progress]:
 
 def _print(found: list[Checked], as_json: bool, verdict: str) -> None:
     bad = [checked for checked in found if checked.problems]
+    streams = [checked for checked in found if checked.name != integrity.KEYS]
     if as_json:
         output.json(found)
     else:
         for checked in found:
             _print_stream(checked)
-        total = sum(checked.messages for checked in found)
-        state = f"{output.count(len(bad), 'stream')} {verdict}" if bad else "no damage"
-        output.echo(f"{output.count(len(found), 'stream')}, {output.count(total, 'message')}: {state}")
+        total = sum(checked.messages for checked in streams)
+        number = sum(1 for checked in bad if checked.name != integrity.KEYS)
+        what = [output.count(number, "stream")] if number else []
+        what += ["keys"] if len(bad) > number else []
+        state = f"{' and '.join(what)} {verdict}" if bad else "no damage"
+        output.echo(f"{output.count(len(streams), 'stream')}, {output.count(total, 'message')}: {state}")
     if bad:
         raise typer.Exit(output.ExitCode.DAMAGED)
 
 
 def _print_stream(checked: Checked) -> None:
     state = output.count(len(checked.problems), "problem") if checked.problems else "ok"
+    if checked.name == integrity.KEYS:
+        output.echo(f"{checked.name}: {state}")
+        _print_problems(checked)
+        return
     numbers = f" ({checked.oldest} to {checked.newest})" if checked.messages else ""
     output.echo(
         f"{checked.name}: {state}; {output.count(checked.messages, 'message')}{numbers}, "
@@ -158,10 +166,14 @@ def _print_stream(checked: Checked) -> None:
             f"  encrypted: {output.count(checked.unopened, 'frame')} could not be decrypted without the key; "
             "their checksums are right"
         )
-    for problem in checked.problems:
-        lost = f"; {output.lost_to_damage(problem.lost)}" if problem.lost else ""
-        output.echo(f"  {problem.path}: {problem.what}{lost}")
+    _print_problems(checked)
     if checked.lost:
         output.echo(f"  {output.lost_to_damage(checked.lost)}")
     for name in checked.quarantined:
         output.echo(f"  quarantined: {name}")
+
+
+def _print_problems(checked: Checked) -> None:
+    for problem in checked.problems:
+        lost = f"; {output.lost_to_damage(problem.lost)}" if problem.lost else ""
+        output.echo(f"  {problem.path}: {problem.what}{lost}")

@@ -134,6 +134,7 @@ class StreamStore:
         try:
             for path in self.keys.check():
                 log.error("%s: both its copies are damaged; restore it from a backup", path)
+            self._repair_keys()
             self.clock = Clock(
                 data_dir / CLOCK, self.files.replace, system, empty=not any(self._root.iterdir())
             )
@@ -155,6 +156,13 @@ class StreamStore:
         except BaseException:
             os.close(self._lock)
             raise
+
+    def _repair_keys(self) -> None:
+        try:
+            for path in self.keys.repair():
+                log.warning("%s: one of its two copies was damaged; written again from the other one", path)
+        except OSError as error:  # no reason not to start, as long as the other copy is sound
+            log.error("%s: a damaged copy of a key cannot be written again: %s", self.keys.directory, error)
 
     def _take_lock(self) -> int:
         path = self.data_dir / LOCK

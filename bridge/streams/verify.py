@@ -1,13 +1,14 @@
 """Checks a data directory without changing it, and repairs it.
 
-`verify` reads every frame of every segment, the indexes, both copies of each definition and the records of
-drops. The service may be running; what it is writing at that moment does not count as damage. With the keys,
-it also decrypts encrypted frames. Without them it checks framing, lengths and checksums, and reports how many
-frames it could not decrypt, which is not damage.
+`verify` reads every frame of every segment, the indexes, both copies of each definition and of each key, and
+the records of drops. The service may be running; what it is writing at that moment does not count as damage.
+With the keys, it also decrypts encrypted frames. Without them it checks framing, lengths and checksums, and
+reports how many frames it could not decrypt, which is not damage.
 
-`repair` needs a stopped service. It opens every stream, which repairs what a crash has left and damaged
-records of drops. It checks every frame, quarantines damage, and rebuilds indexes and lost definitions (with
-default settings and the directory's name; the caller provides the stored definition).
+`repair` needs a stopped service. It writes damaged copies of keys again. It opens every stream, which repairs
+what a crash has left and damaged records of drops. It checks every frame, quarantines damage, and rebuilds
+indexes and lost definitions (with default settings and the directory's name; the caller provides the stored
+definition).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from urllib.parse import unquote
 
 from msgspec import Struct
 
+from bridge import encryption
 from bridge.encryption import Keys
 from bridge.streams import formats, layout, meta, recovery, segment
 from bridge.streams.drops import LOSSES, NAME, DropLog
@@ -29,6 +31,8 @@ from bridge.streams.meta import Meta, StorageSettings
 from bridge.streams.reader import stream_directories
 from bridge.streams.sealing import Opener, Sealing
 from bridge.streams.store import MEMORY, open_stopped
+
+KEYS = f"{encryption.DIRECTORY}/"  # stands in reports for the keys; no stream can have this name
 
 Progress = Callable[[str, int, int], None]  # stream, bytes read, bytes in all
 
@@ -42,7 +46,7 @@ class Problem(Struct, rename="camel"):
 
 
 class Checked(Struct, rename="camel"):
-    """One stream as it was found. Sizes in bytes.
+    """One stream as it was found, or, with the name `KEYS`, damaged keys. Sizes in bytes.
 
     `messages` can be read, given the key of the `encrypted` segments. `unopened` frames were not decrypted,
     for lack of the key. `lost` has the numbers lost to earlier damage, and `quarantined` its files; these are
@@ -67,11 +71,23 @@ class Checked(Struct, rename="camel"):
 def verify(data_dir: Path, progress: Progress = lambda *_: None, keys: Keys | None = None) -> list[Checked]:
     """Check all streams of a data directory, without changing it; with `keys`, decrypt encrypted frames.
 
-    Raises OSError if it cannot be read, or EncryptionKeyError if the key is missing or wrong.
+    Damaged keys are at the end. Raises OSError if it cannot be read, or EncryptionKeyError if the key is
+    missing or wrong.
     """
     if keys is not None:
         keys.check()
-    return [_verify(data_dir, directory, progress, keys) for directory in stream_directories(data_dir)]
+    found = [_verify(data_dir, directory, progress, keys) for directory in stream_directories(data_dir)]
+    return found + _check_keys(data_dir)
+
+
+def _check_keys(data_dir: Path) -> list[Checked]:
+    problems = [
+        Problem(str(path), "one of its two copies is damaged")
+        if number == 1
+        else Problem(str(path), "both its copies are damaged; restore it from a backup")
+        for path, number in encryption.damaged(data_dir).items()
+    ]
+    return [Checked(KEYS, str(data_dir / encryption.DIRECTORY), problems=problems)] if problems else []
 
 
 def _verify(data_dir: Path, directory: Path, progress: Progress, keys: Keys | None) -> Checked:
@@ -205,7 +221,7 @@ def repair(
     progress: Progress = lambda *_: None,
     keys: Keys | None = None,
 ) -> list[Checked]:
-    """Repair a data directory. Returns each stream as it is afterwards, with the problems found.
+    """Repair a data directory. Returns each stream as it is afterwards, and the problems found.
 
     `definition` returns the definition to store for a stream (by name) that has lost it. Raises
     DataDirectoryBusy while the service runs, EncryptionKeyError without the key of encrypted streams, or
@@ -214,6 +230,8 @@ def repair(
     keys = keys or Keys(data_dir)
     keys.check()
     repaired: dict[str, list[Problem]] = {}
+    damaged_keys = _check_keys(data_dir)
+    keys.repair()
     for directory in stream_directories(data_dir):
         problem = _rebuild_definition(directory, definition)
         if problem is not None:
@@ -225,10 +243,10 @@ def repair(
         repaired.setdefault(stream, []).append(problem)
 
     asyncio.run(_repair(data_dir, note, progress, keys))
-    after = verify(data_dir, keys=keys)
+    after = [checked for checked in verify(data_dir, keys=keys) if checked.name != KEYS]
     for checked in after:
         checked.problems = repaired.get(checked.name, [])
-    return after
+    return after + damaged_keys
 
 
 async def _repair(data_dir: Path, note: Callable[[str, str], None], progress: Progress, keys: Keys) -> None:

@@ -215,7 +215,7 @@ def test_without_the_key_nothing_starts_and_nothing_changes(house: House, what: 
 
 
 def test_a_key_file_survives_damage_of_either_copy_and_without_both_only_its_streams_stay_closed(
-    house: House,
+    house: House, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def write(name: str, **settings: bool) -> None:
         async with house.stream(name, **settings) as stream:
@@ -229,14 +229,27 @@ def test_a_key_file_survives_damage_of_either_copy_and_without_both_only_its_str
         bad[start + 30] ^= 1
         path.write_bytes(bad)
 
+        (damaged,) = verify(house.data_dir)[1:]  # without the key, and without a change
+        assert [problem.path for problem in damaged.problems] == [str(path)]
+        assert damaged.problems[0].what == "one of its two copies is damaged"
+        assert path.read_bytes() == bad
+
         async def read() -> None:
             async with house.stream() as stream:
                 assert payloads(stream) == [b"one"]
 
+        caplog.clear()
         run(read())
+        assert f"{path}: one of its two copies was damaged; written again" in caplog.text
+        assert path.read_bytes() == good
+        assert len(verify(house.data_dir, keys=house.keys())) == 1
     run(write("other", encryption=False))
     bad[30] ^= 1
     path.write_bytes(bad)
+    (damaged,) = verify(house.data_dir)[2:]
+    assert [problem.what for problem in damaged.problems] == [
+        "both its copies are damaged; restore it from a backup"
+    ]
 
     async def both() -> None:
         async with house.store() as store:
@@ -249,6 +262,22 @@ def test_a_key_file_survives_damage_of_either_copy_and_without_both_only_its_str
     run(both())
     path.write_bytes(good)
     run(read())
+
+
+def test_repair_writes_a_damaged_copy_of_a_key_again_and_reports_it(house: House) -> None:
+    async def write() -> None:
+        async with house.stream() as stream:
+            await put(stream, b"one")
+
+    run(write())
+    (path,) = (house.data_dir / "keys").glob("*.key")
+    good = path.read_bytes()
+    path.write_bytes(good[:4096])
+    stream, damaged = repair(house.data_dir, lambda name: b"{}", keys=house.keys())
+    assert (stream.name, stream.problems) == ("s", [])
+    assert [problem.path for problem in damaged.problems] == [str(path)]
+    assert path.read_bytes() == good
+    assert [found.name for found in repair(house.data_dir, lambda name: b"{}", keys=house.keys())] == ["s"]
 
 
 def test_damage_and_a_wrong_key_are_told_apart(house: House) -> None:
