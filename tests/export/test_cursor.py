@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from bridge.encryption import Keys, new_master
-from bridge.errors import CorruptData
 from bridge.errors import CorruptData, EncryptionKeyError
 from bridge.export.cursor import (
     SLOT,
