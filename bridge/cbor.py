@@ -4,10 +4,11 @@
              definite and indefinite lengths (the Java SDK sends indefinite maps)
     messages stored messages, many at a time; cbor2 encodes everything else
 
-Any bytes either decode or raise `Malformed`, in time linear in their length. A general library accepts tags,
-with which a small body can demand much arithmetic (rationals, big numbers) or a structure that contains
-itself; no client sends tags. Speed is the other reason: a reply to a read costs 0.38 us a message here, 0.93
-us with cbor2.
+Any bytes either decode or raise `Malformed`. The largest body takes only some milliseconds, because it has a
+limited number of items (`MOST`): the event loop decodes the bodies of clients that may have no right at all.
+A general library accepts tags, with which a small body can demand much arithmetic (rationals, big numbers) or
+a structure that contains itself; no client sends tags. Speed is the other reason: a reply to a read costs
+0.38 us a message here, 0.93 us with cbor2.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from typing import Any, Protocol
 import cbor2
 
 MAX_DEPTH = 16
+MOST = 20_000  # items of one body: the elements of its arrays and the entries of its maps
+CHEAP = 4  # so many numbers or byte strings of up to 255 bytes in an array count as one item
 _BREAK = object()
 _FLOATS = {25: struct.Struct(">e"), 26: struct.Struct(">f"), 27: struct.Struct(">d")}
 _SIMPLE = {20: False, 21: True, 22: None, 23: None}
 _SHORT = range(24)  # lengths that fit in an item's first byte
+Left = list[int]  # how many shares of an item (CHEAP of them are one) may still come; how many items in all
 _KEYS = {key.encode(): key for key in ("requestId", "name", "payload", "streamName", "readMessagesOptions")}
 
 
@@ -31,13 +35,18 @@ class Malformed(ValueError):  # noqa: N818  (named for what happened)
     """Raised for bytes that this module does not decode."""
 
 
-def decode_map(data: bytes) -> dict[str, Any]:
-    """Decode one map that fills `data`; raises Malformed."""
+class TooMany(Malformed):
+    """Raised for more items than are decoded. The text completes "the request has "."""
+
+
+def decode_map(data: bytes, most: int = MOST) -> dict[str, Any]:
+    """Decode one map that fills `data`, with at most `most` items; raises Malformed, or TooMany."""
     try:
+        left = [most * CHEAP, most]
         if data[0] - 0xA0 in _SHORT:
-            value, end = _entries(data)
+            value, end = _entries(data, left)
         else:
-            value, end = _item(data, 0, 0)
+            value, end = _item(data, 0, 0, left)
     except IndexError:
         raise Malformed("it ends too early") from None
     if not isinstance(value, dict):
@@ -47,7 +56,7 @@ def decode_map(data: bytes) -> dict[str, Any]:
     return value
 
 
-def _entries(d: bytes) -> tuple[dict[str, Any], int]:
+def _entries(d: bytes, left: Left) -> tuple[dict[str, Any], int]:
     """A map of definite length, at the start, with a fast path for appends (short keys, text, bytes)."""
     entries: dict[str, Any] = {}
     pos = 1
@@ -57,7 +66,7 @@ def _entries(d: bytes) -> tuple[dict[str, Any], int]:
             start, pos = pos + 1, pos + head - 0x5F
             key = _KEYS.get(d[start:pos]) or _whole_text(d, start, pos)
         else:
-            key, pos = _item(d, pos, 1)
+            key, pos = _item(d, pos, 1, left)
             if key.__class__ is not str:
                 raise Malformed("a key is not text")
         head = d[pos]
@@ -67,8 +76,13 @@ def _entries(d: bytes) -> tuple[dict[str, Any], int]:
         elif 0x60 <= head < 0x78:
             start, pos = pos + 1, pos + head - 0x5F
             entries[key] = _whole_text(d, start, pos)
+        elif head == 0x58:  # a byte string of 24 to 255 bytes: the payload
+            start, pos = pos + 2, pos + 2 + d[pos + 1]
+            if pos > len(d):
+                raise Malformed("it ends too early")
+            entries[key] = d[start:pos]
         else:
-            entries[key], pos = _value(d, pos, 1)
+            entries[key], pos = _value(d, pos, 1, left)
     return entries, pos
 
 
@@ -85,9 +99,10 @@ def first_entries(data: bytes) -> dict[str, Any]:
         if not data or data[0] >> 5 != 5:
             return found
         number, pos = (-1, 1) if data[0] == 0xBF else _argument(data, data[0] & 31, 1)
+        left = [MOST * CHEAP, MOST]
         while len(found) != number:
-            key, pos = _item(data, pos, 1)
-            value, pos = _item(data, pos, 1)
+            key, pos = _item(data, pos, 1, left)
+            value, pos = _value(data, pos, 1, left)
             if not isinstance(key, str):
                 return found
             found[key] = value
@@ -96,7 +111,13 @@ def first_entries(data: bytes) -> dict[str, Any]:
     return found
 
 
-def _item(d: bytes, pos: int, depth: int) -> tuple[Any, int]:
+def _count(left: Left, shares: int) -> None:
+    left[0] -= shares
+    if left[0] < 0:
+        raise TooMany(f"more than {left[1]:,} items")
+
+
+def _item(d: bytes, pos: int, depth: int, left: Left) -> tuple[Any, int]:
     """The item at `pos`, and where the next one begins."""
     head = d[pos]
     major, info = head >> 5, head & 31
@@ -115,7 +136,7 @@ def _item(d: bytes, pos: int, depth: int) -> tuple[Any, int]:
     if info < 24:
         number = info
     elif info == 31:
-        return _indefinite(d, pos, major, depth)
+        return _indefinite(d, pos, major, depth, left)
     else:
         number, pos = _argument(d, info, pos)
     if major == 2 or major == 3:
@@ -130,25 +151,31 @@ def _item(d: bytes, pos: int, depth: int) -> tuple[Any, int]:
     if depth >= MAX_DEPTH:
         raise Malformed(f"it is nested deeper than {MAX_DEPTH}")
     if major == 5:
+        _count(left, number * CHEAP)
         entries: dict[str, Any] = {}
         for _ in range(number):
-            key, pos = _item(d, pos, depth + 1)
+            key, pos = _item(d, pos, depth + 1, left)
             if key.__class__ is not str:
                 raise Malformed("a key is not text")
-            entries[key], pos = _value(d, pos, depth + 1)
+            entries[key], pos = _value(d, pos, depth + 1, left)
         return entries, pos
     if major == 4:
+        _count(left, number)
         items: list[Any] = []
         for _ in range(number):
             first = d[pos]
             if first == 0x58:  # a byte string of 24 to 255 bytes, as many payloads
                 start, pos = pos + 2, pos + 2 + d[pos + 1]
                 items.append(d[start:pos])
+            elif 0x40 <= first < 0x58:  # a shorter one, as message ids
+                start, pos = pos + 1, pos + first - 0x3F
+                items.append(d[start:pos])
             elif first < 28:  # a number, as in acknowledgements
                 start, pos = pos + 1, pos + 1 + (1 << first - 24 if first > 23 else 0)
                 items.append(int.from_bytes(d[start:pos], "big") if first > 23 else first)
             else:
-                item, pos = _value(d, pos, depth + 1)
+                _count(left, CHEAP - 1)
+                item, pos = _value(d, pos, depth + 1, left)
                 items.append(item)
         if pos > len(d):
             raise Malformed("it ends too early")
@@ -156,21 +183,22 @@ def _item(d: bytes, pos: int, depth: int) -> tuple[Any, int]:
     raise Malformed("tags are not supported")
 
 
-def _value(d: bytes, pos: int, depth: int) -> tuple[Any, int]:
-    value, pos = _item(d, pos, depth)
+def _value(d: bytes, pos: int, depth: int, left: Left) -> tuple[Any, int]:
+    value, pos = _item(d, pos, depth, left)
     if value is _BREAK:
         raise Malformed("a break instead of a value")
     return value, pos
 
 
-def _indefinite(d: bytes, pos: int, major: int, depth: int) -> tuple[Any, int]:
+def _indefinite(d: bytes, pos: int, major: int, depth: int, left: Left) -> tuple[Any, int]:
     if depth >= MAX_DEPTH:
         raise Malformed(f"it is nested deeper than {MAX_DEPTH}")
     items: list[Any] = []
     while True:
-        item, pos = _item(d, pos, depth + 1)
+        item, pos = _item(d, pos, depth + 1, left)
         if item is _BREAK:
             break
+        _count(left, CHEAP)
         items.append(item)
     if major == 4:
         return items, pos

@@ -73,7 +73,7 @@ def operate(target: Target, operation: str, **fields: Any) -> dict[str, Any]:
             raw = control.ask(operation, body)
     else:
         raw = asyncio.run(_here(target, operation, body))
-    reply = cbor.decode_map(raw)
+    reply = cbor.decode_map(raw, most=len(raw))  # it is ours, so it may have any number of items
     if reply["status"]:
         error = _error(reply)
         if isinstance(error, StreamNotFound):

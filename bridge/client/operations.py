@@ -39,6 +39,7 @@ from bridge.client.link import Link, Reply
 
 PER_MESSAGE = 64  # bytes of a request for each message beside its payload: its id, and CBOR's lengths
 PER_REQUEST = 1024
+AT_ONCE = 10_000  # messages of one request; a gateway refuses one with too many items, however small
 POLL = 10.0  # seconds that one request of `tail` and `consume` waits at most
 
 
@@ -169,7 +170,8 @@ class Operations(ABC):
     ) -> list[int]:
         """Append many messages in order, and return their sequence numbers once all are stored.
 
-        Over MQTT they go in as few requests as fit into packets, over the Stream Manager protocol one by one.
+        Over MQTT one request has as many as fit into a packet, and at most 10,000. Over the Stream Manager
+        protocol they go one by one.
         If a message cannot be stored, those before it are stored and those after it are not. The exception,
         also ConnectionError and TimeoutError, has the numbers of the stored ones in `sequence_numbers`.
         Message ids and repetitions are those of `append_message`.
@@ -204,7 +206,7 @@ class Operations(ABC):
             size = PER_REQUEST
             while last < len(data):
                 size += len(data[last]) + len(ids[last]) + PER_MESSAGE
-                if last > first and size > self._link.most:
+                if last - first == AT_ONCE or (last > first and size > self._link.most):
                     break
                 last += 1
             body = {"name": stream_name, "payloads": data[first:last], "messageIds": ids[first:last]}

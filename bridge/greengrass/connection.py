@@ -12,6 +12,7 @@ What it promises, because the SDKs depend on it:
 * A frame that arrives in pieces is acknowledged to TCP at once: the Node.js SDK writes header and body
   separately, and its kernel sends the body only after that, otherwise 40 ms later at every call.
 * The connection ends with FIN (`net.flow`): after a RST the Python SDK never works again.
+* A request has a limited number of items (`cbor.MOST`). One with more is answered without being decoded.
 * Memory is bounded: no announced length is allocated, a read begins only when earlier replies are nearly
   sent, and a client that does not read its replies is not read from.
 """
@@ -49,8 +50,9 @@ log = logging.getLogger(__name__)
 LATE = 58.0  # seconds; the SDKs wait 60 by default
 LINGER = 5.0  # seconds from our FIN until the connection is closed
 MAX_CONNECT = 64 * 1024  # bytes of the first frame
+CONNECT_ITEMS = 1000  # items of its body
 MAX_FRAME = 64 * 1024 * 1024
-PEEK = 4 * 1024  # bytes of a too large frame that are searched for its requestId
+PEEK = 4 * 1024  # bytes of a frame that is not decoded that are searched for its requestId
 MAX_READS = 10_000  # reads of one client that wait or are being answered
 UNSENT = 256 * 1024  # bytes written but not sent, above which no further read begins
 
@@ -217,13 +219,16 @@ class Connection(Flow):
         step = min(self._skip, len(self._buffer) - pos)
         self._skip -= step
         if not self._skip:
-            op, beginning = self._skipped
-            request_id = cbor.first_entries(beginning).get("requestId")
-            if not isinstance(request_id, str) or not request_id:
-                raise Violation("an oversized frame that does not begin with its requestId")
             text = f"a request may have at most {MAX_FRAME} bytes; send smaller messages"
-            self._send(wire.failure(op, request_id, ResponseStatus.REQUEST_TOO_LARGE, text, self._version))
+            self._too_large(*self._skipped, ResponseStatus.REQUEST_TOO_LARGE, text)
         return pos + step
+
+    def _too_large(self, op: int, beginning: bytes, status: ResponseStatus, text: str) -> None:
+        """Answer a request that is too large to be decoded. Raises Violation."""
+        request_id = cbor.first_entries(beginning).get("requestId")
+        if not isinstance(request_id, str) or not request_id:
+            raise Violation(f"{text}; this one does not begin with its requestId, and so has no answer")
+        self._send(wire.failure(op, request_id, status, text, self._version))
 
     # -- the handshake ------------------------------------------------------------
     def _connect(self, op: int, body: bytes) -> None:
@@ -232,7 +237,7 @@ class Connection(Flow):
             self._refuse("", ResponseStatus.UNEXPECTED_OPERATION, f"the first operation is {op}, not Connect")
             return
         try:
-            request = cbor.decode_map(body)
+            request = cbor.decode_map(body, CONNECT_ITEMS)
         except cbor.Malformed as error:
             raise Violation(f"a Connect that is not a CBOR map: {error}") from None
         given = request.get("requestId")
@@ -336,9 +341,14 @@ class Connection(Flow):
             self.caller = self._front.identify(self.admitted, self.host, self.address)
 
     # -- requests ------------------------------------------------------------
-    def _decode(self, body: bytes) -> tuple[str, dict[str, Any]]:
+    def _decode(self, op: int, body: bytes) -> tuple[str, dict[str, Any]]:
+        """The requestId and the request. Both are empty if the request was too large, and is answered."""
         try:
             request = cbor.decode_map(body)
+        except cbor.TooMany:
+            text = f"a request may have at most {cbor.MOST:,} items"
+            self._too_large(op, body[:PEEK], ResponseStatus.INVALID_REQUEST, text)
+            return "", {}
         except cbor.Malformed as error:
             raise Violation(f"a request that is not a CBOR map: {error}") from None
         request_id = request.get("requestId")
@@ -347,7 +357,9 @@ class Connection(Flow):
         return request_id, request
 
     def _append(self, body: bytes, group: dict[Stream, list[tuple[str, int]]]) -> None:
-        request_id, request = self._decode(body)
+        request_id, request = self._decode(Op.APPEND, body)
+        if not request_id:
+            return
         name, payload = request.get("name"), request.get("payload")
         if not isinstance(name, str) or not isinstance(payload, bytes):
             text = "the request: `name` (text) and `payload` (bytes) are needed"
@@ -384,7 +396,9 @@ class Connection(Flow):
     def _request(self, op: int, body: bytes) -> None:
         if op == Op.CONNECT:
             raise Violation("a second Connect")
-        request_id, request = self._decode(body)
+        request_id, request = self._decode(op, body)
+        if not request_id:
+            return
         if op not in wire.REPLY_TO:
             text = f"protocol {self._version} has no operation {op}"
             self._send(wire.failure(op, request_id, ResponseStatus.UNKNOWN_OPERATION, text, self._version))

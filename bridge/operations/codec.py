@@ -1,7 +1,9 @@
 """Requests and replies as bytes: JSON (bytes in base64) or CBOR, for any transport that carries messages.
 
 A body is the request's map. Its first byte reveals the encoding: a CBOR map begins with 0xA0 to 0xBF. It may
-be nested at most 16 deep. The reply has the same encoding:
+be nested at most 16 deep. A body in CBOR, and a definition in JSON, may have a limited number of items: they
+are walked through in Python, on the event loop and before the caller's right is known. The reply has the same
+encoding:
 
     {"requestId": ..., "status": 0, "statusName": "Success", <the operation's result>}
     {"requestId": ..., "status": 5, "statusName": "ResourceNotFound", "errorMessage": ...}
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from bridge.operations.catalog import Operations
 
 ENVELOPE = 4 * 1024  # bytes of a reply besides the messages
+PEEK = 4 * 1024  # bytes of an invalid body that are searched for its requestId
 PER_MESSAGE = 128  # bytes per message in a reply, besides payload, names and headers
 _DELIVERIES = cbor2.dumps("deliveries")
 _of_headers = attrgetter("headers")
@@ -45,79 +48,100 @@ async def answer(operations: Operations, name: str, body: bytes, limit: int, cal
 
     It raises no error, whatever the request is.
     """
-    in_cbor = _is_cbor(body)
+    received = _Received(body)
+    in_cbor = received.in_cbor
     room = limit - ENVELOPE if in_cbor else (limit - ENVELOPE) * 3 // 4
-    request_id = ""
     try:
-        request = decode(name, body)
-        request_id = request.request_id
+        request = received.decode(name)
         result = await operations.call(name, request, caller, room=max(room, 1))
-        reply = _encode(request_id, result, room, in_cbor=in_cbor)
+        reply = _encode(request.request_id, result, room, in_cbor=in_cbor)
         if len(reply) > limit:
             raise ResponseTooLarge(
                 f"the reply has {len(reply)} bytes, but at most {limit} are possible; request less"
             )
     except StreamBridgeError as error:
-        return _failure(request_id or _request_id(body), error, in_cbor=in_cbor)
+        return _failure(received.request_id(), error, in_cbor=in_cbor)
     except OSError as error:
         failed = StreamBridgeError(f"{name}: {error}")
-        return _failure(request_id, failed, in_cbor=in_cbor)
+        return _failure(received.request_id(), failed, in_cbor=in_cbor)
     return reply
 
 
 def refusal(body: bytes, why: str) -> bytes:
     """Return the encoded reply to a request that is not carried out."""
-    return _failure(_request_id(body), StreamBridgeError(why), in_cbor=_is_cbor(body))
-
-
-def decode(name: str, body: bytes) -> Request:
-    """Decode the request for an operation. Raises UnknownOperation or InvalidRequest."""
-    operation = OPERATIONS.get(name)
-    if operation is None:
-        raise UnknownOperation(f"there is no operation {name!r}; known: {', '.join(OPERATIONS)}")
-    try:
-        if _is_cbor(body):
-            return msgspec.convert(cbor.decode_map(body), operation.request, builtin_types=(bytes,))
-        request = msgspec.json.decode(body or b"{}", type=operation.request)
-        if _deeper(getattr(request, "definition", None), cbor.MAX_DEPTH - 1):
-            raise RecursionError
-    except msgspec.ValidationError as error:
-        known = ", ".join(operation.request.__struct_encode_fields__)
-        hint = f"; known are: {known}" if "unknown field" in str(error) else ""
-        raise InvalidRequest(problem(error, "the request") + hint) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the request: {error}") from None
-    except RecursionError:
-        raise InvalidRequest(f"the request is nested deeper than {cbor.MAX_DEPTH}") from None
-    except cbor.Malformed as error:
-        raise InvalidRequest(f"the request is not one CBOR map: {error}") from None
-    return request
-
-
-def _is_cbor(body: bytes) -> bool:
-    return bool(body) and 0xA0 <= body[0] <= 0xBF
+    received = _Received(body)
+    return _failure(received.request_id(), StreamBridgeError(why), in_cbor=received.in_cbor)
 
 
 class _Envelope(Struct, rename="camel"):
     request_id: str = ""
 
 
-def _request_id(body: bytes) -> str:
-    """The requestId of a request that is otherwise invalid; empty if there is none."""
-    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, cbor.Malformed):
-        if _is_cbor(body):
-            return msgspec.convert(cbor.decode_map(body), _Envelope).request_id
-        return msgspec.json.decode(body, type=_Envelope).request_id
-    return ""
+class _Received:
+    """The body of a request. CBOR is decoded once at most."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        self.in_cbor = bool(body) and 0xA0 <= body[0] <= 0xBF
+        self._entries: dict[str, Any] | None = None
+
+    def decode(self, name: str) -> Request:
+        """Return the request for an operation. Raises UnknownOperation or InvalidRequest."""
+        operation = OPERATIONS.get(name)
+        if operation is None:
+            raise UnknownOperation(f"there is no operation {name!r}; known: {', '.join(OPERATIONS)}")
+        try:
+            if self.in_cbor:
+                self._entries = cbor.decode_map(self._body)
+                return msgspec.convert(self._entries, operation.request, builtin_types=(bytes,))
+            request = msgspec.json.decode(self._body or b"{}", type=operation.request)
+            _check_size(getattr(request, "definition", None))
+        except msgspec.ValidationError as error:
+            known = ", ".join(operation.request.__struct_encode_fields__)
+            hint = f"; known are: {known}" if "unknown field" in str(error) else ""
+            raise InvalidRequest(problem(error, "the request") + hint) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"the request: {error}") from None
+        except RecursionError:
+            raise InvalidRequest(f"the request is nested deeper than {cbor.MAX_DEPTH}") from None
+        except cbor.TooMany as error:
+            raise InvalidRequest(f"the request has {error}; send less in one request") from None
+        except cbor.Malformed as error:
+            raise InvalidRequest(f"the request is not one CBOR map: {error}") from None
+        return request
+
+    def request_id(self) -> str:
+        """The requestId, also of an invalid request; empty if there is none."""
+        if self.in_cbor:
+            if self._entries is None:
+                self._entries = cbor.first_entries(self._body[:PEEK])
+            found = self._entries.get("requestId")
+            return found if isinstance(found, str) else ""
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return msgspec.json.decode(self._body, type=_Envelope).request_id
+        return ""
 
 
-def _deeper(value: Any, levels: int) -> bool:
-    """Return whether a value is nested deeper: it could be decoded, but not handled recursively later."""
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list):
-        return False
-    return not levels or any(_deeper(item, levels - 1) for item in value)
+def _check_size(definition: Any) -> None:
+    """Raise what a request in CBOR raises if the definition is nested too deeply, or has too many items.
+
+    It could be decoded, but not handled later.
+    """
+    level: list[Any] = [definition]
+    count = 0
+    for _ in range(cbor.MAX_DEPTH - 1):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += value.values()
+            elif isinstance(value, list):
+                inner += value
+        count += len(inner)
+        if count > cbor.MOST:
+            raise cbor.TooMany(f"more than {cbor.MOST:,} items")
+        level = inner
+    if any(isinstance(value, dict | list) for value in level):
+        raise RecursionError
 
 
 # -- replies ------------------------------------------------------------

@@ -61,6 +61,7 @@ def test_a_frame_of_a_false_length_or_kind_holds_no_memory(gateway: Gateway, hea
         b"\xd8\x1c\x81\xd8\x1d\x00",  # a list that contains itself
         b"\xc2\x5a\x00\x0f\xff\xff" + b"\xff" * 0xFFFFF,  # a number of eight million bits
         b"\xbf" + b"\x61a\x00" * 200_000,  # a map that never ends
+        b"\xa1\x61a\x9f" + b"\xa0" * (4 << 20),  # four million maps
         cbor2.dumps({"requestId": "2", "name": "../../../etc/passwd"}),
         cbor2.dumps({"requestId": "2", "name": "x" * 100_000}),
         cbor2.dumps({"requestId": ["2"], "name": {"a": 1}}),

@@ -251,6 +251,17 @@ def test_more_messages_than_a_packet_holds_go_in_several(broker: Broker, client:
     assert client.connected
 
 
+def test_however_large_a_packet_may_be_a_request_has_no_more_messages_than_a_gateway_takes(
+    tmp_path: Path,
+) -> None:
+    with (
+        Broker(tmp_path / "wide", max_packet=32 << 20) as wide,
+        StreamManagerClient(port=wide.port) as client,
+    ):
+        wide.stream("s")
+        assert client.append_messages("s", [b"x"] * 50_000) == list(range(50_000))
+
+
 def test_tailing_goes_on_over_a_lost_connection_and_ends_with_the_stream(
     broker: Broker, connect: Connect
 ) -> None:

@@ -5,9 +5,19 @@ What else happens on the machine only adds to a measurement. So a bound holds fo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 
 ATTEMPTS = 5
+STEPS = 500_000
+
+
+def plain_loop() -> float:
+    """Seconds of CPU that a plain loop of STEPS takes here and now: what other work is compared with."""
+    began = time.thread_time()
+    for _ in range(STEPS):
+        pass
+    return time.thread_time() - began
 
 
 def least(measure: Callable[[], float], below: float, attempts: int = ATTEMPTS) -> float:

@@ -1,4 +1,4 @@
-"""Floods of peers without a token on port 8088: guesses are slow, connections and memory bounded."""
+"""Floods on port 8088: guesses are slow, connections, memory and the work for one request bounded."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import contextlib
 import time
 from pathlib import Path
 
+import cbor2
 import msgspec
 import pytest
 
 from bridge.access.guesses import AT_A_TIME, FIRST_DELAY
 from bridge.net.addresses import network_of
 
-from ..fakes.measured import ATTEMPTS, least
+from ..fakes.measured import ATTEMPTS, least, plain_loop
 from .harness import CONNECT, DEADLINE, Raw, Server, frame
 
 
@@ -152,3 +153,28 @@ def test_half_connects_are_bounded_in_all_and_others_come_in(tmp_path: Path) -> 
                     assert good.ask(8)["op"]
         server.wait_until(lambda: server.front.stats().get("ended", 0) > 100)
         assert server.front.guests.total <= 8 << 20, "300 of them would be 17 MiB"
+
+
+@pytest.mark.parametrize("op", [4, 5, 11, 99])
+def test_a_request_of_many_small_items_is_answered_without_being_decoded(tmp_path: Path, op: int) -> None:
+    maps = b"\x9a" + (1 << 21).to_bytes(4, "big") + b"\xa0" * (1 << 21)
+    body = b"\xa2" + cbor2.dumps("requestId") + cbor2.dumps("r") + cbor2.dumps("more") + maps
+    with Server(tmp_path) as server, Raw(server) as client:
+
+        def cost() -> float:
+            unit, began = plain_loop(), server.call(time.thread_time)
+            client.send(op, body)
+            found = client.receive()[1]
+            assert (found["requestId"], found["status"]) == ("r", 3)
+            assert "at most 20,000 items" in found["errorMessage"]
+            return (server.call(time.thread_time) - began) / unit
+
+        assert least(cost, 12) < 12, "so many times a plain loop"
+        assert client.ask(11)["status"] == 0, "and the connection goes on"
+
+
+def test_a_connect_of_many_items_ends_its_connection(tmp_path: Path) -> None:
+    with Server(tmp_path) as server, Raw(server, connect=None) as client:
+        client.socket.sendall(b"\x01" + frame(1, {**CONNECT, "otherSupportedProtocolVersions": [""] * 2000}))
+        assert client.ended()
+        assert server.front.counts["ended"] == 1

@@ -346,6 +346,20 @@ def test_the_codec_agrees_with_another_one(value: dict[str, Any]) -> None:
     assert cbor.decode_map(cbor2.dumps(value)) == value
 
 
+def test_items_are_counted_in_maps_and_arrays_of_any_length() -> None:
+    some = {"a": [[], {}], "b": {"c": "", "d": 1.5}, "e": list(range(40)), "f": [b"x"] * 40, "payload": b"x"}
+    items = 2 + 2 + 40 // 4 + 40 // 4
+    assert cbor.decode_map(cbor2.dumps(some), most=items) == some
+    with pytest.raises(cbor.TooMany, match=f"^more than {items - 1} items$"):
+        cbor.decode_map(cbor2.dumps(some), most=items - 1)
+    endless = cbor2.dumps(some, indefinite_containers=True)
+    assert cbor.decode_map(endless, most=200) == some
+    with pytest.raises(cbor.TooMany):
+        cbor.decode_map(endless, most=80)
+    payload = cbor2.dumps({"requestId": "r", "name": "s", "payload": bytes(60 << 20)})
+    assert len(cbor.decode_map(payload, most=0)["payload"]) == 60 << 20
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_decode_or_are_malformed(data: bytes) -> None:
     with contextlib.suppress(cbor.Malformed):

@@ -1,32 +1,28 @@
-"""Floods of filters: what a few clients subscribe to stalls nobody else."""
+"""Floods of filters and of requests: what a few clients ask for stalls nobody else."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import cbor2
+
+from tests.fakes.measured import STEPS, plain_loop
+
 from .harness import PING, Bridge, bridge_test, publish, unsubscribe, until
 
 STALL = 40  # work in one turn of the event loop, our clients' included: so many times a plain loop of STEPS
-STEPS = 500_000
 CLIENTS, FILTERS, LEVELS = 10, 990, 60
 WIDTH = 500  # publishers, and subscribers of each
 
 
-def plain_loop() -> float:
-    """Seconds of CPU that a plain loop of STEPS takes here and now: what a turn is compared with."""
-    began = time.thread_time()
-    for _ in range(STEPS):
-        pass
-    return time.thread_time() - began
-
-
 @asynccontextmanager
-async def no_stall(what: str) -> AsyncIterator[None]:
+async def no_stall(what: str, most: int = STALL) -> AsyncIterator[None]:
     """Fails if one turn of the event loop takes too much CPU time.
 
     Not counted: other processes, other threads, and what earlier tests left for the garbage collector.
@@ -53,7 +49,7 @@ async def no_stall(what: str) -> AsyncIterator[None]:
         await asyncio.gather(watcher, return_exceptions=True)
         gc.unfreeze()
         unit = max(unit, plain_loop())
-    assert worst < STALL * unit, (
+    assert worst < most * unit, (
         f"{what}: others had no turn for {worst / unit:.1f} times a plain loop of {STEPS:,}"
     )
 
@@ -115,3 +111,26 @@ async def test_many_publishers_to_many_subscribers_at_once_stall_nobody(bridge: 
                 one.send(publish("plain", b"x", 1, number))
             for one in publishers:
                 assert (await one.receive(60)).head == 0x40
+
+
+ANNOUNCED = b"\x9a" + (1_000_000).to_bytes(4, "big")
+MAPS = b"\xa2\x69requestId\x617\x61x" + ANNOUNCED + b"\xa0" * 1_000_000
+NESTED = b'{"requestId": "7", "definition": {"x": [' + b",".join([b"{}"] * 340_000) + b"]}}"
+
+
+@bridge_test(seconds=120)
+async def test_a_request_of_many_small_items_stalls_nobody(bridge: Bridge) -> None:
+    client = await bridge.connect("c")
+    for operation, body, why in (
+        ("listStreams", MAPS, "more than 20,000 items"),
+        ("listStreams", MAPS.replace(ANNOUNCED, b"\x9f"), "more than 20,000 items"),
+        ("ackMessages", MAPS.replace(b"\xa0", b"\x01"), "more than 20,000 items"),
+        ("noSuchThing", MAPS, "there is no operation"),
+        ("createMessageStream", NESTED, "more than 20,000 items"),
+    ):
+        async with no_stall(f"{operation} of {len(body):,} bytes", 12):
+            client.send(publish(f"streambridge/c/{operation}", body))
+            raw = (await client.message(60)).payload
+        reply = json.loads(raw) if body[:1] == b"{" else cbor2.loads(raw)
+        assert reply["requestId"] == "7"
+        assert why in reply["errorMessage"]

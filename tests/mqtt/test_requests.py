@@ -110,6 +110,27 @@ async def test_a_request_is_nested_sixteen_deep_at_most_in_json_and_in_cbor(brid
     assert "unknown field `unknown`" in await error(b'{"unknown": ' + arrays + b"}")
 
 
+@bridge_test
+async def test_a_request_has_twenty_thousand_items_at_most(bridge: Bridge) -> None:
+    client = await bridge.connect("c")
+    for request in (in_json, in_cbor):
+        for many, told in ((19_990, "unknown field `x`"), (20_000, "has more than 20,000 items; send less")):
+            fits = {"definition": {"name": "x", "strategyOnFull": 1, "x": [""] * many}}
+            reply = await request(client, "createMessageStream", requestId="1", **fits)
+            assert (reply["requestId"], reply["status"]) == ("1", 3)
+            assert told in reply["errorMessage"]
+    # The largest requests that are useful have less: a packet full of small messages, each with an id ...
+    many = 20_000
+    payloads, ids = [b"21.5"] * many, [b"%019d" % number for number in range(many)]
+    reply = await in_cbor(client, "appendMessages", name="s", payloads=payloads, messageIds=ids)
+    assert reply["sequenceNumbers"] == list(range(many))
+    # ... and the results of as many messages as a consumer may have delivered.
+    numbers = [list(range(1 << 40, (1 << 40) + 10_000))] * 4
+    results = dict(zip(("ack", "nack", "inProgress", "terminate"), numbers, strict=True))
+    reply = await in_cbor(client, "ackMessages", name="s", consumer="none", **results)
+    assert reply["statusName"] == "ResourceNotFound"
+
+
 @bridge_test(max_packet=64 * 1024)
 async def test_a_reply_is_never_larger_than_a_packet(bridge: Bridge) -> None:
     client = await bridge.connect("c")
