@@ -43,6 +43,8 @@ from bridge.operations.catalog import READ, Found
 if TYPE_CHECKING:
     from bridge.access.rules import Identity
     from bridge.greengrass.frontend import Admitted, GreengrassFrontEnd
+    from bridge.operations.catalog import Read
+    from bridge.operations.reading import ReadMessagesOptions
     from bridge.streams.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ MAX_CONNECT = 64 * 1024  # bytes of the first frame
 CONNECT_ITEMS = 1000  # items of its body
 MAX_FRAME = 64 * 1024 * 1024
 PEEK = 4 * 1024  # bytes of a frame that is not decoded that are searched for its requestId
+MAX_ID = 1024  # characters of a requestId; it is in memory until its request is answered
 MAX_READS = 10_000  # reads of one client that wait or are being answered
 UNSENT = 256 * 1024  # bytes written but not sent, above which no further read begins
 
@@ -226,7 +229,7 @@ class Connection(Flow):
     def _too_large(self, op: int, beginning: bytes, status: ResponseStatus, text: str) -> None:
         """Answer a request that is too large to be decoded. Raises Violation."""
         request_id = cbor.first_entries(beginning).get("requestId")
-        if not isinstance(request_id, str) or not request_id:
+        if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_ID:
             raise Violation(f"{text}; this one does not begin with its requestId, and so has no answer")
         self._send(wire.failure(op, request_id, status, text, self._version))
 
@@ -352,8 +355,8 @@ class Connection(Flow):
         except cbor.Malformed as error:
             raise Violation(f"a request that is not a CBOR map: {error}") from None
         request_id = request.get("requestId")
-        if not isinstance(request_id, str) or not request_id:
-            raise Violation("a request without a requestId")
+        if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_ID:
+            raise Violation(f"a request without a requestId of 1 to {MAX_ID:,} characters")
         return request_id, request
 
     def _append(self, body: bytes, group: dict[Stream, list[tuple[str, int]]]) -> None:
@@ -403,25 +406,26 @@ class Connection(Flow):
             text = f"protocol {self._version} has no operation {op}"
             self._send(wire.failure(op, request_id, ResponseStatus.UNKNOWN_OPERATION, text, self._version))
             return
-        if op == Op.READ:
-            task = self._loop.create_task(self._read(request_id, request))
-            self._reads.add(task)
-            task.add_done_callback(self._read_ended)
-            if len(self._reads) >= MAX_READS:
-                self.hold("reads")
-            return
         try:
+            if op == Op.READ:
+                self._begin_read(request_id, *operations.read(request))
+                return
             result = operations.control(self._operations, Op(op), request, self._version, self.caller)
             self._send(wire.reply(Op(op), request_id, result))
         except (StreamBridgeError, OSError) as error:
             self._failed(op, request_id, error)
 
-    async def _read(self, request_id: str, request: dict[str, Any]) -> None:
+    def _begin_read(self, request_id: str, asked: Read, options: ReadMessagesOptions) -> None:
+        task = self._loop.create_task(self._read(request_id, asked, options.read_timeout_millis / 1000))
+        self._reads.add(task)
+        task.add_done_callback(self._read_ended)
+        if len(self._reads) >= MAX_READS:
+            self.hold("reads")
+
+    async def _read(self, request_id: str, asked: Read, wait: float) -> None:
+        """Carry out a read and reply to it. It may wait, so it does not keep the request as it came."""
         began = self._loop.time()
-        late = LATE
         try:
-            asked, options = operations.read(request)
-            late = max(LATE, options.read_timeout_millis / 1000)
             found = await self._operations.call(READ, asked, self.caller, turn=self._turn)
             assert isinstance(found, Found)
             answer: bytes | bytearray = wire.read(request_id, found.stream, found.messages)
@@ -430,7 +434,7 @@ class Connection(Flow):
         except asyncio.CancelledError:
             text = "the connection is closing"
             answer = wire.failure(Op.READ, request_id, ResponseStatus.NOT_ENOUGH_MESSAGES, text)
-        if self._loop.time() - began < late:
+        if self._loop.time() - began < max(LATE, wait):
             self._send(answer)
 
     @asynccontextmanager

@@ -112,9 +112,10 @@ class Limits(Struct, frozen=True, kw_only=True):
     sessions              persistent sessions of clients that are away; of the user who has most of them,
                           the one away for longest goes first, and is logged. Clients without a user name
                           count by address
-    session_bytes         memory of all sessions together: messages under way and waiting, filters, wills;
-                          above it, the user who has most loses messages that wait, the oldest first, and
-                          without any, sessions. Clients without a user name count by address
+    session_bytes         memory of all sessions together: messages under way and waiting, filters, wills,
+                          requests not answered yet; above it, the user who has most loses messages that
+                          wait, the oldest first, and without any, sessions. Clients without a user name
+                          count by address
     session_expiry_interval   how long a session may outlive its connection at most
     messages_per_second   of one connection; 0 is no limit; a faster one is read more slowly. SUBSCRIBE,
                           UNSUBSCRIBE and PINGREQ count too

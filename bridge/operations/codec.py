@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from bridge.operations.catalog import Operations
 
 ENVELOPE = 4 * 1024  # bytes of a reply besides the messages
+WAITING = 64 * 1024  # bytes of a request that may wait for messages, and is in memory meanwhile
 PEEK = 4 * 1024  # bytes of an invalid body that are searched for its requestId
 PER_MESSAGE = 128  # bytes per message in a reply, besides payload, names and headers
 _DELIVERIES = cbor2.dumps("deliveries")
@@ -90,6 +91,11 @@ class _Received:
         operation = OPERATIONS.get(name)
         if operation is None:
             raise UnknownOperation(f"there is no operation {name!r}; known: {', '.join(OPERATIONS)}")
+        if operation.waits and len(self._body) > WAITING:
+            raise InvalidRequest(
+                f"the request has {len(self._body)} bytes, but at most {WAITING} are possible for one that "
+                "may wait for messages"
+            )
         try:
             if self.in_cbor:
                 self._entries = cbor.decode_map(self._body)

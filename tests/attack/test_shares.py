@@ -5,6 +5,7 @@ Who has most loses, and never the newcomer. A user is one, and so is an address 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -223,7 +224,7 @@ def test_who_fills_the_memory_of_sessions_loses_messages_and_others_do_not(
     with_bridge(tmp_path, test, users_file=file, session_bytes=300_000)
 
 
-@pytest.mark.parametrize("what", ["filters", "wills", "ids", "messages under way"])
+@pytest.mark.parametrize("what", ["filters", "wills", "ids", "messages under way", "requests"])
 def test_sessions_full_of_what_is_not_dropped_end_before_those_of_others(
     tmp_path: Path, file: Path, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,6 +233,11 @@ def test_sessions_full_of_what_is_not_dropped_end_before_those_of_others(
             flood.send(subscribe(1, *((f"{number}/{n}" + "/+" * 50, 0) for n in range(10)), level=V5))
         elif what == "ids":
             flood.send(*(publish("nowhere", b"", 2, n, level=V5) for n in range(1, 800)))
+        elif what == "requests":
+            options = {"desiredStartSequenceNumber": 10**6, "readTimeoutMillis": 10**9}
+            wait = {"requestId": "x" * 30_000, "streamName": "s", "readMessagesOptions": options}
+            body = json.dumps(wait).encode()
+            flood.send(publish(f"streambridge/made-up-{number}/readMessages", body, level=V5))
         elif what == "messages under way":
             flood.send(subscribe(1, ("flood", 1), level=V5))
 
@@ -287,6 +293,9 @@ def test_what_a_session_holds_is_counted_exactly_whatever_becomes_of_it(tmp_path
         await until(lambda: bridge.stat("connections") == 0)
         client = await log_in(bridge, "ann", will=("w", b"x" * 100, 1), **STAYS)
         await client.exchange(unsubscribe(3, "a/+", "$share/g/b", level=V5))
+        body = json.dumps({"requestId": "x" * 5_000}).encode()
+        client.send(publish("streambridge/ann/listStreams", body, level=V5))
+        await client.message()
         assert bridge.broker.sessions.memory.total == empty
 
     with_bridge(tmp_path, test, users_file=file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import tracemalloc
 from pathlib import Path
 
 import cbor2
@@ -171,6 +172,23 @@ def test_a_request_of_many_small_items_is_answered_without_being_decoded(tmp_pat
 
         assert least(cost, 12) < 12, "so many times a plain loop"
         assert client.ask(11)["status"] == 0, "and the connection goes on"
+
+
+def test_a_waiting_read_keeps_little_of_its_request(tmp_path: Path) -> None:
+    with Server(tmp_path) as server, Raw(server) as client:
+        server.stream()
+        options = {"desiredStartSequenceNumber": 1, "readTimeoutMillis": 10**9}
+        tracemalloc.start()
+        try:
+            for number in range(100):
+                body = {"requestId": str(number), "streamName": "s", "readMessagesOptions": options}
+                client.send(5, {**body, "more": "x" * (1 << 20)})
+            assert client.ask(11)["status"] == 0, "all were read, and none is answered"
+            assert tracemalloc.get_traced_memory()[0] < 16 << 20
+        finally:
+            tracemalloc.stop()
+        client.send(5, {**body, "requestId": "x" * 1025})
+        assert client.ended(), "a long requestId would be kept"
 
 
 def test_a_connect_of_many_items_ends_its_connection(tmp_path: Path) -> None:

@@ -207,6 +207,18 @@ async def test_a_read_that_waits_holds_nothing_up(bridge: Bridge) -> None:
 
 
 @bridge_test
+async def test_a_request_that_may_wait_is_not_large(bridge: Bridge) -> None:
+    client = await bridge.connect("c")
+    await client.exchange(publish("in/a", b"x", 1, 1))
+    for request in (in_json, in_cbor):
+        for size, status in ((60_000, 0), (70_000, 3)):
+            reply = await request(client, "readMessages", streamName="s", requestId="x" * size)
+            assert reply["status"] == status
+        assert "at most 65536 are possible" in reply["errorMessage"]
+    assert (await in_json(client, "listStreams", requestId="x" * 70_000))["status"] == 0
+
+
+@bridge_test
 async def test_reads_that_wait_end_with_their_connection_and_appends_go_on(bridge: Bridge) -> None:
     options = {"desiredStartSequenceNumber": 1_000_000, "readTimeoutMillis": 9_000_000_000_000}
     wait = json.dumps({"streamName": "s", "readMessagesOptions": options}).encode()

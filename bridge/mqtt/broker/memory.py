@@ -1,11 +1,11 @@
 """The memory of all sessions together, and who gives some back when it is used up.
 
-Every session counts with `EACH`, its messages (those that wait and those under way), its filters, its will
-and its QoS 2 packet ids; roughly, as `Message.size` does. What several sessions wait for counts for each.
-`Memory.total` has it all, `Outbox.held` the part of a session. Above `limits.session_bytes`, whoever has most
-(`Identity.holder`) loses messages that wait, the oldest of its fullest queue first; without any, the session
-of it that holds most ends. That is logged, and counted as `dropped_queue_full` or `ended_sessions`. So a
-flood displaces itself.
+Every session counts with `EACH`, its messages (those that wait and those under way), its filters, its will,
+its QoS 2 packet ids and its unanswered requests; roughly, as `Message.size` does. What several sessions wait
+for counts for each. `Memory.total` has it all, `Outbox.held` the part of a session. Above
+`limits.session_bytes`, whoever has most (`Identity.holder`) loses messages that wait, the oldest of its
+fullest queue first; without any, the session of it that holds most ends. That is logged, and counted as
+`dropped_queue_full` or `ended_sessions`. So a flood displaces itself.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from bridge.operations.catalog import Operations
 
 AT_A_TIME = 16  # requests of one client in progress; more wait in the socket
+COPIES = 2  # of a request's bytes in memory, until it is answered: as received, and decoded
 
 
 def take(
@@ -54,6 +55,7 @@ def take(
     if conn.requests >= AT_A_TIME:
         conn.hold("requests")
     connections.broker.counts["requests"] += 1
+    session.outbox.hold(COPIES * len(packet.payload))
     task = connections.spawn(_reply(operations, conn, session, operation, topic, packet))
     if (declared := OPERATIONS.get(operation)) is not None and declared.waits:
         connections.reading.setdefault(conn, {})[task] = None
@@ -80,5 +82,6 @@ async def _reply(
         message = Message(reply_to, reply, packet.qos, properties=properties)
         session.outbox.put(Outgoing(message, min(packet.qos, 1), asked=True))
     finally:
+        session.outbox.hold(-COPIES * len(packet.payload))
         conn.requests -= 1
         conn.release("requests")
