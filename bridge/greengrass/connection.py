@@ -258,56 +258,70 @@ class Connection(Flow):
                 request_id, ResponseStatus.UNSUPPORTED_PROTOCOL_VERSION, f"this server speaks {known}"
             )
             return
+        self._version = version
         token = request.get("authToken")
-        if not self._admitted(request_id, token if isinstance(token, str) else ""):
-            return
+        if isinstance(token, str) and self._front.asks_for(token):
+            self._show_token(request_id, token)
+        else:
+            self.hold("owner")
+            self._front.spawn(self._find_owner(request_id))
+
+    def _admit(self, request_id: str, admitted: Admitted) -> None:
+        self.admitted = admitted
         self.identify()
-        self._version = cast("str", version)
         self._phase = Phase.OPEN
+        self._timer.cancel()
         self._front.guests.leave(self, self.host)
         self._watch()
         answer = {"protocolVersion": self._version, "clientIdentifier": self.address}
         record("login", origin=self.caller.origin, user=self.caller.user)
         self._connected(request_id, {"status": 0, **answer})
 
-    def _admitted(self, request_id: str, token: str) -> bool:
-        """Return whether the client is admitted; each wrong token from its network delays the answer more.
+    def _show_token(self, request_id: str, token: str) -> None:
+        """Admit the client, or refuse it; each wrong token from its network delays the answer more.
 
         A token that was right before is no guess, so that wrong ones from the same address, such as loopback,
         do not keep its client out. If it has been removed since, it is like any other wrong one.
         """
         front, network = self._front, network_of(self.host)
-        if token and front.proven.has(network, token) and not self._admit(token):
+        if front.proven.has(network, token) and not isinstance(found := front.admit(token), str):
             front.proven.add(network, token)
-            return True
-        if token and not front.guesses.begin(network):
+            self._admit(request_id, found)
+            return
+        if not front.guesses.begin(network):
             self._refuse(
                 request_id, ResponseStatus.UNAUTHORIZED, "too many wrong tokens from this address; try later"
             )
-            return False
-        why = self._admit(token)
-        if not token:  # nothing was guessed
-            if why:
-                self._refuse(request_id, ResponseStatus.UNAUTHORIZED, why)
-            return not why
-        if not why:
+            return
+        found = front.admit(token)
+        if isinstance(found, str):
+            front.guesses.end(network, self._refuse_late(request_id, found))
+        else:
             front.guesses.end(network)
             front.guesses.right(network)
             front.proven.add(network, token)
-            return True
-        delay = front.guesses.wrong(network)
-        front.guesses.end(network, delay)
+            self._admit(request_id, found)
+
+    async def _find_owner(self, request_id: str) -> None:
+        """Admit a client without a token, or refuse it, as late as one with a wrong token.
+
+        Unlike those, any number of them are looked at: others must not keep root's own clients out.
+        """
+        found = await self._front.admit_owner(self)
+        if self._phase is not Phase.NEW:
+            return
+        if isinstance(found, str):
+            self._refuse_late(request_id, found)
+        else:
+            self._admit(request_id, found)
+            self.release("owner")
+
+    def _refuse_late(self, request_id: str, why: str) -> float:
+        """Refuse the client after a delay, which is returned."""
+        delay = self._front.guesses.wrong(network_of(self.host))
         self.hold("token")
         self._loop.call_later(delay, self._refuse, request_id, ResponseStatus.UNAUTHORIZED, why)
-        return False
-
-    def _admit(self, token: str) -> str:
-        """Admit the client if its token is right. Return why it is not; empty if it is."""
-        found = self._front.admit(self, token)
-        if isinstance(found, str):
-            return found
-        self.admitted = found
-        return ""
+        return delay
 
     def _watch(self) -> None:
         """Disconnect a client that is silent for too long and has no request under way."""

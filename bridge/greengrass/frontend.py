@@ -22,11 +22,11 @@ from bridge.access.tokens import Proven, digest, read_tokens
 from bridge.audit import Origin
 from bridge.errors import ConfigError
 from bridge.greengrass.connection import Connection
-from bridge.net import peer
 from bridge.net.addresses import host_and_port, is_loopback
 from bridge.net.guests import Guests
 from bridge.net.limits import ConnectionLimits
 from bridge.net.listening import listen
+from bridge.net.peer import Owners
 from bridge.readable import read_regular, unreadable
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class GreengrassFrontEnd:
         self.idle_timeout = config.idle_timeout / 1000
         self.guests: Guests[Connection] = Guests(bounds.guest_bytes, Connection.dismiss)
         self.guesses, self.proven = Guesses(), Proven()
+        self._owners = Owners()
 
     async def start(self) -> list[str]:
         """Listen; returns the urls, port 0 resolved. Raises ConfigError."""
@@ -108,24 +109,31 @@ class GreengrassFrontEnd:
         return {"connections": len(self.connections), **self.counts}
 
     # -- for the connections ------------------------------------------------------------
-    def admit(self, connection: Connection, token: str) -> Admitted | str:
-        """Who a client with this token is, or why it is refused.
+    def asks_for(self, token: str) -> bool:
+        """Whether a token is looked at; without any file of tokens, none is."""
+        return bool(token) and (self._config.token_file is not None or self._config.tokens_file is not None)
+
+    def admit(self, token: str) -> Admitted | str:
+        """Who a client with this token is, or why it is refused."""
+        user = self._users().get(digest(token))
+        if user is None:
+            return "the token is not in greengrass.token_file, nor in greengrass.tokens_file"
+        return Admitted(user, digest(token))
+
+    async def admit_owner(self, connection: Connection) -> Admitted | str:
+        """Who a client without a token is, or why it is refused.
 
         Root and the service's own user need no token: they can read the streams' files anyway.
         """
-        config = self._config
-        if token and (user := self._users().get(digest(token))) is not None:
-            return Admitted(user, digest(token))
-        ignored = not token or (config.token_file is None and config.tokens_file is None)
-        if ignored and is_loopback(connection.host) and peer.owner(connection.socket) in (0, os.geteuid()):
-            return Admitted(config.user, b"")
-        if ignored:
-            return (
-                "a token is needed: `streambridge install-service` creates one in greengrass.token_file, and "
-                "greengrass.tokens_file has those of users; set it for the client as "
-                "AWS_CONTAINER_AUTHORIZATION_TOKEN"
-            )
-        return "the token is not in greengrass.token_file, nor in greengrass.tokens_file"
+        if is_loopback(connection.host):
+            owner = await self._owners.owner(connection.socket)
+            if owner in (0, os.geteuid()):
+                return Admitted(self._config.user, b"")
+        return (
+            "a token is needed: `streambridge install-service` creates one in greengrass.token_file, and "
+            "greengrass.tokens_file has those of users; set it for the client as "
+            "AWS_CONTAINER_AUTHORIZATION_TOKEN"
+        )
 
     def _users(self) -> dict[bytes, str]:
         """The users by the digests of their tokens; without those of files that cannot be read."""
