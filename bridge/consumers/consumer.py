@@ -6,12 +6,17 @@ during a write are in the next one.
 If the journal cannot be written, the request fails with StorageFailed. A delivery is then undone. An
 acknowledgement stays in memory, and the complete position is written with the next request; the client should
 repeat its request.
+
+Fetches wait in their order of arrival. What one of them may get, each of them may get. So when there may be
+messages, the first looks, and if it finds some, it wakes the next one: a message costs the same however many
+wait. A fetch keeps its place until it has found something or ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from functools import partial
@@ -41,6 +46,7 @@ from bridge.topics import matches
 
 SCAN = 1000  # messages that are read before other clients are served
 FEW = 16
+REJECTED = 50  # messages that are rejected before other clients are served
 DUE = 200  # redelivered messages, which are read one by one because they are not adjacent
 SCAN_BYTES = 4 * 1024 * 1024
 MOST_REASON = 500  # characters kept of a reason
@@ -95,7 +101,8 @@ class Consumer:
         self.error: str | None = None
         self.path = path_of(host.data_dir, stream.name, config.identifier)
         self._label = f"consumer {config.identifier} of {stream.name}"
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting: OrderedDict[object, asyncio.Future[None]] = OrderedDict()  # done: it looks, or will
+        self._due: asyncio.TimerHandle | None = None
         self._rejecting: set[int] = set()
         self._task: asyncio.Task[None] | None = None
         self._drops_seen = -1
@@ -172,33 +179,40 @@ class Consumer:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait
-        while True:
-            self._check()
-            if self.config.disabled:
-                raise InvalidRequest(f"{self._label} is disabled by its definition")
-            if self.paused:
-                raise InvalidRequest(f"{self._label} is paused; resume it (resumeExports)")
-            leases: list[Lease] = []
-            found, too_large, more = self._take(most, room, holder, leases)
-            if leases:
-                try:
-                    await self._save()
-                except BaseException:
-                    self._take_back(leases)
-                    raise
-            if found:
-                return found
-            if too_large is not None:
-                raise ResponseTooLarge(
-                    f"{self._label}: message {too_large} is larger than the {room} bytes of a reply; "
-                    "accept larger packets, or terminate the message"
-                )
-            if more:
-                await asyncio.sleep(0)
-            elif loop.time() >= deadline:
-                return []
-            else:
-                await self._until(deadline)
+        place = object()
+        try:
+            while True:
+                self._check()
+                if self.config.disabled:
+                    raise InvalidRequest(f"{self._label} is disabled by its definition")
+                if self.paused:
+                    raise InvalidRequest(f"{self._label} is paused; resume it (resumeExports)")
+                leases: list[Lease] = []
+                found, too_large, more = self._take(most, room, holder, leases)
+                if leases:
+                    self._waiting.pop(place, None)
+                    self.wake()  # before the write, so that the next one shares it
+                    try:
+                        await self._save()
+                    except BaseException:
+                        self._take_back(leases)
+                        raise
+                if found:
+                    return found
+                if too_large is not None:
+                    raise ResponseTooLarge(
+                        f"{self._label}: message {too_large} is larger than the {room} bytes of a reply; "
+                        "accept larger packets, or terminate the message"
+                    )
+                if more:
+                    await asyncio.sleep(0)
+                elif loop.time() >= deadline:
+                    return []
+                else:
+                    await self._until(place, deadline)
+        finally:
+            if self._waiting.pop(place, None) is not None:  # it may have been woken, and has not looked
+                self.wake()
 
     def _check(self) -> None:
         if self.stream.closed:
@@ -311,26 +325,26 @@ class Consumer:
 
     # -- waiting -----------------------------------------------------------------------------------------
     def wake(self) -> None:
-        """Wake the waiting fetches, in their order of arrival."""
-        waiting, self._waiting = self._waiting, []
-        for one in waiting:
-            if not one.done():
-                one.set_result(None)
+        """Have the first of the waiting fetches look, because there may be messages, or none to wait for."""
+        woken = next(iter(self._waiting.values()), None)
+        if woken is not None:
+            _wake(woken)
 
-    async def _until(self, deadline: float) -> None:
+    async def _until(self, place: object, deadline: float) -> None:
         """Wait until messages may be available, or until a time of the event loop."""
         loop = asyncio.get_running_loop()
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
         if (due := self.position.next_due()) is not None:
-            deadline = min(deadline, loop.time() + max(0, due - self.stream.clock.now()) / 1000 + 0.001)
-        woken: asyncio.Future[None] = loop.create_future()
-        self._waiting.append(woken)
+            left = max(0, due - self.stream.clock.now()) / 1000 + 0.001
+            self._due = loop.call_later(left, self.wake)
+        woken = self._waiting[place] = loop.create_future()
         timer = loop.call_at(deadline, _wake, woken)
         try:
             await woken
         finally:
             timer.cancel()
-            if woken in self._waiting:
-                self._waiting.remove(woken)
 
     # -- acknowledging -----------------------------------------------------------------------------------
     async def acknowledge(self, verdicts: Verdicts, holder: str, *, trusted: bool) -> list[int]:
@@ -383,7 +397,9 @@ class Consumer:
         """Settle messages as rejected, each after its dead letter is stored. Raises StreamBridgeError."""
         self._rejecting |= reasons.keys()
         try:
-            for number, reason in reasons.items():
+            for count, (number, reason) in enumerate(reasons.items(), 1):
+                if not count % REJECTED:
+                    await asyncio.sleep(0)
                 for row in self._host.rows(self.stream, number, number + 1, 1, 1):
                     await self._dead_letter(row, reason)
                 if number in self.position.leases:
@@ -500,6 +516,8 @@ class Consumer:
         """Stop, and fail waiting fetches. Returns the write that must end before the file may be removed."""
         self.closed = True
         self.wake()
+        if self._due is not None:
+            self._due.cancel()
         if self._task is not None:
             self._task.cancel()  # unsettled messages are rejected after the next start
         if self._flight is None:

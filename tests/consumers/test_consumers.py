@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -21,7 +22,9 @@ from bridge.consumers.journal import highest_delivered, path_of
 from bridge.mqtt.wire import properties as p
 from bridge.operations.manager import first_free
 from tests.fakes.clock import Shifted
+from tests.fakes.measured import least_of
 from tests.mqtt.harness import Bridge, Client, bridge_test, copied, found_again, publish, until
+from tests.mqtt.test_floods import no_stall
 
 IDS = count()
 
@@ -218,6 +221,79 @@ async def test_a_waiting_fetch_gets_what_becomes_due_meanwhile(bridge: Bridge) -
     assert await one.fetch() == first(0)
     assert await one.fetch(1, 10_000) == first(0, times=2)
     assert loop.time() - began >= 0.15
+
+
+@bridge_test
+async def test_fetches_that_wait_get_messages_in_their_order_of_arrival(bridge: Bridge) -> None:
+    workers = [await worker(bridge, f"w{number}") for number in range(6)]
+    consumer = bridge.manager.consumers.get("s", "c")
+    for number, one in enumerate(workers, 1):
+        one.send("fetchMessages", consumer="c", maxMessageCount=2, timeoutMillis=60_000)
+        await until(lambda number=number: len(consumer._waiting) == number)  # type: ignore[misc]
+    await append(bridge, "in/a")
+    assert numbers(await workers[0].reply()) == first(0)
+    await append(bridge, "in/a")
+    assert numbers(await workers[1].reply()) == first(1)
+    workers[2].client.abort()
+    await until(lambda: len(consumer._waiting) == 3)
+    await bridge.manager.append_all("s", [b"x"] * 5)
+    assert numbers(await workers[3].reply()) == first(2, 3), "one commit wakes as many as it has messages for"
+    assert numbers(await workers[4].reply()) == first(4, 5)
+    assert numbers(await workers[5].reply()) == first(6)
+    assert not consumer._waiting
+
+
+@bridge_test
+async def test_a_fetch_that_is_woken_and_ends_before_it_has_looked_passes_the_message_on(
+    bridge: Bridge,
+) -> None:
+    stays = await worker(bridge, "stays", ackDeadlineMillis=100)
+    consumer = bridge.manager.consumers.get("s", "c")
+    for number in range(20):
+        gone = await worker(bridge, "gone")
+        gone.send("fetchMessages", consumer="c", timeoutMillis=60_000)
+        await until(lambda: len(consumer._waiting) == 1)
+        stays.send("fetchMessages", consumer="c", timeoutMillis=60_000)
+        await until(lambda: len(consumer._waiting) == 2)
+        await bridge.manager.append("s", b"x")
+        for task in list(next(iter(bridge.server.connections.reading.values()))):
+            task.cancel()  # as the end of its connection does
+        assert [found for found, _ in numbers(await stays.reply())] == [number]
+        await stays.ack(ack=[number])
+        gone.client.abort()
+        await until(lambda: bridge.stat("connections") == 1)
+
+
+@bridge_test(seconds=120)
+async def test_a_message_costs_the_same_however_many_fetches_wait_for_others(bridge: Bridge) -> None:
+    define(bridge, {"identifier": "c", "topics": ["in/other"]})
+    consumer, sender = bridge.manager.consumers.get("s", "c"), await bridge.connect("sender")
+
+    async def cost() -> float:
+        began = time.thread_time()
+        for number in range(1, 21):
+            await sender.exchange(publish("in/a", b"x", 1, number))
+        return time.thread_time() - began
+
+    few = await least_of(cost, 0)
+    workers = [await worker(bridge, f"w{number}") for number in range(60)]
+    for one in workers:
+        for _ in range(15):
+            one.send("fetchMessages", consumer="c", timeoutMillis=10**9)
+    await until(lambda: len(consumer._waiting) == 900)
+    assert await least_of(cost, 5 * few) < 5 * few
+
+
+@bridge_test(seconds=120)
+async def test_thousands_of_terminated_messages_stall_nobody(bridge: Bridge) -> None:
+    one = await worker(bridge, maxUnacknowledged=5_000)
+    await bridge.manager.append_all("s", [b"x"] * 5_000)
+    found: list[int] = []
+    while len(found) < 5_000:
+        found += [number for number, _ in await one.fetch(1_000)]
+    async with no_stall("terminating", 12):
+        assert await one.ack(terminate=found) == []
+    assert status(bridge).rejected_messages_count == 5_000
 
 
 @bridge_test
