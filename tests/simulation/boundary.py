@@ -306,6 +306,10 @@ def _socketpair(*_: Any) -> tuple[loops.Socket, loops.Socket]:
     return loops.Socket.pair(kernels.kernel())
 
 
+def _eventfd(initial: int = 0, flags: int = 0) -> int:
+    return loops.EventFd(kernels.kernel()).number
+
+
 def _create_server(address: Any, **more: Any) -> loops.Listener:
     return loops.Listener(address[:2])
 
@@ -363,7 +367,9 @@ def install() -> None:
         "fsync": _sync, "fdatasync": _sync, "ftruncate": _ftruncate, "rename": _rename, "replace": _rename,
         "unlink": _unlink, "remove": _unlink, "mkdir": _mkdir, "rmdir": _rmdir, "symlink": _symlink,
         "posix_fadvise": _fadvise, "statvfs": _statvfs,
-        "_exit": _exit, "urandom": _urandom, "memfd_create": _memfd,
+        "_exit": _exit, "urandom": _urandom, "memfd_create": _memfd, "eventfd": _eventfd,
+        "eventfd_write": lambda fd, count: loops.EventFd.by_number[fd].write(count),
+        "eventfd_read": lambda fd: loops.EventFd.by_number[fd].read(),
     }.items():  # fmt: skip
         setattr(os, name, made)
     fcntl.flock = _flock

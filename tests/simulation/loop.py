@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
+from . import kernel as kernels
 from .kernel import Kernel, Killed, Process, Thread
 
 HIGH_WATER = 64 * 1024  # bytes that a client has not taken: its protocol is told to pause, as asyncio does
@@ -395,6 +396,11 @@ class End:
         self.waiting: Thread | None = None
         self.transport: PairTransport | None = None
 
+    @property
+    def ready(self) -> bool:
+        """Whether a read does not wait."""
+        return bool(self.buffer) or self.eof
+
     def send(self, data: bytes) -> None:
         if self.other.users <= 0:
             raise BrokenPipeError
@@ -484,25 +490,60 @@ class Socket:
         self.close()
 
 
+class EventFd:
+    """What `os.eventfd` makes: a number that a thread waits for."""
+
+    by_number: ClassVar[dict[int, EventFd]] = {}
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.number, self._count = 1_000_000 + next(kernel.numbers), 0
+        self.waiting: Thread | None = None
+        EventFd.by_number[self.number] = self
+        assert kernel.process is not None
+        kernel.process.at_exit.append(lambda: EventFd.by_number.pop(self.number, None))
+
+    @property
+    def ready(self) -> bool:
+        return self._count > 0
+
+    def write(self, count: int) -> None:
+        self._count += count
+        if self.waiting is not None:
+            waiting, self.waiting = self.waiting, None
+            waiting.wake()
+
+    def read(self) -> int:
+        assert self._count, "a read would wait"
+        count, self._count = self._count, 0
+        return count
+
+
 class Poll:
-    """What `select.poll` is on the simulated machine, for one socket."""
+    """What `select.poll` is on the simulated machine, for sockets and for what `os.eventfd` makes."""
 
     def __init__(self) -> None:
-        self._socket: Socket | None = None
+        self._watched: dict[int, End | EventFd] = {}
 
-    def register(self, sock: Socket, events: int) -> None:
-        self._socket = sock
+    def register(self, what: Socket | int, events: int) -> None:
+        if isinstance(what, int):
+            self._watched[what] = EventFd.by_number[what]
+        else:
+            self._watched[what.number] = what.end
 
     def poll(self, milliseconds: float) -> list[tuple[int, int]]:
-        sock = self._socket
-        assert sock is not None
-        end = sock.kernel.now + milliseconds / 1000
-        while not sock.end.buffer and not sock.end.eof:
-            left = end - sock.kernel.now
+        kernel = kernels.kernel()
+        end, thread = kernel.now + milliseconds / 1000, kernel.thread
+        assert thread is not None
+        while not (ready := [(number, 1) for number, one in self._watched.items() if one.ready]):
+            left = end - kernel.now
             if left <= 1e-9:
-                return []
-            sock.wait(left)
-        return [(sock.number, 1)]
+                break
+            for one in self._watched.values():
+                one.waiting = thread
+            thread.wait(left)
+            for one in self._watched.values():
+                one.waiting = None
+        return ready
 
 
 class PairTransport(ClientTransport):
