@@ -102,7 +102,7 @@ class ObjectWriter:
             found = self._client.head_object(**where)
         except Exception as error:
             code = error_code(error)
-            if code == "403":  # HEAD has no body with the reason
+            if code in ("400", "403"):  # HEAD has no body with the reason; an expired token is a 400
                 try:
                     self._client.get_object(**where, Range="bytes=0-0")["Body"].close()
                 except Exception as denied:

@@ -9,7 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -146,6 +149,53 @@ def test_rejected_credentials_that_are_replaced_apply_without_a_restart(
     fake.faults = [error(400, code)]
     deliver(exporter, make_batch([b"x"]), attempts=2)
     assert fake.keys == ["OLD", "OLD", "NEW"]
+
+
+class EmptyStore:
+    """A server of S3 without objects; it rejects a token as expired, with the status of S3."""
+
+    def __init__(self, status: int, expired: str) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *args: object) -> None:
+                """Nothing."""
+
+            def answer(self) -> None:
+                is_expired = f"Credential={expired}/" in self.headers["Authorization"]
+                code = "ExpiredToken" if is_expired else "NoSuchKey"
+                body = f"<Error><Code>{code}</Code></Error>".encode()
+                self.send_response(status if is_expired else 404)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            do_GET = do_HEAD = answer  # noqa: N815
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.thread = Thread(target=self.server.serve_forever, args=(0.02,))
+        self.thread.start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+
+@pytest.mark.parametrize("status", [400, 403])
+def test_a_token_that_expires_while_an_object_is_looked_for_is_replaced(shared: Path, status: int) -> None:
+    with closing(EmptyStore(status, expired="OLD")) as store:
+        settings = AwsSettings(endpoint_url=store.url, region="eu-west-3")
+        shared.write_text("[default]\n" + keys("OLD"), encoding="utf-8")
+        cls = EXPORTERS["s3"]
+        exporter = cls(convert_config(cls, {"identifier": "o", "bucket": "lake"}), Configured(settings))
+        with pytest.raises(Retry, match="ExpiredToken"):
+            exporter.landed(make_batch([b"x"]))
+        shared.write_text("[default]\n" + keys("NEW"), encoding="utf-8")
+        assert exporter.landed(make_batch([b"x"])) is False
 
 
 def test_rejected_credentials_of_the_provider_are_fetched_again(fake: FakeAws, settings: AwsSettings) -> None:
