@@ -41,6 +41,7 @@ class Batches:
         self._host, self._position, self._cls = host, position, exporter
         self._pending: set[int] | None = None  # the unsettled numbers of the planned batch; None: all
         self._postponed: set[int] = set()  # of these, the ones that a later attempt sends
+        self._done: set[int] = set()  # the numbers of the planned batch that were accepted or rejected
         self._may_have_arrived = False  # an attempt of the planned batch got no answer
         self._handled = 0  # the settled messages of the planned batch
         self._sizing = Sizing()
@@ -127,7 +128,11 @@ class Batches:
         return records
 
     def _reread(self, exporter: Exporter, config: ExportConfig) -> Sequence[Record] | None:
-        """Return the rest of the planned batch; None if a drop requires a new plan."""
+        """Return the rest of the planned batch; None if a drop requires a new plan.
+
+        Without the dropped messages, the rules of a transform may choose others, which are sent too: the
+        state of the transform has what the rules have chosen last.
+        """
         cursor, pending = self._position.cursor, self._pending
         assert cursor.batch is not None
         plan = self._planner.reread(*cursor.batch, self._as_planned(config))
@@ -136,11 +141,13 @@ class Batches:
             self._pending = None
             return None
         records, gone = plan.records, plan.skipped
+        if self._done:
+            records = [record for record in records if record.sequence_number not in self._done]
         if pending is not None:
-            records = [record for record in records if record.sequence_number in pending]
             gone = intersection(gone, pending)
         if gone:
             self._skip(gone, exporter)
+        if gone or pending is not None:
             self._pending = {record.sequence_number for record in records}
         return records
 
@@ -171,7 +178,7 @@ class Batches:
         self._may_have_arrived = False
         whole = self._cls.limits.contiguous or len(records) == plan.last - plan.position + 1
         self._pending = None if whole else {record.sequence_number for record in records}
-        self._handled = 0
+        self._done, self._handled = set(), 0
         return records
 
     def _skip(self, ranges: list[tuple[int, int, str]], exporter: Exporter) -> None:
@@ -217,11 +224,13 @@ class Batches:
                 # The position waits for the dead letter, so the record will be sent and rejected again.
                 left.add(record.sequence_number)
                 self._pending = left | {batch.records[m].sequence_number for m in rejected if m > n}
+                self._done |= {one.sequence_number for one in batch.records} - self._pending
                 self._count(batch, again | {m for m in rejected if m >= n}, rejected)
                 raise Retry(f"the dead letter stream did not accept the message: {error}") from None
         self._count(batch, again, rejected)
         self._pending = left
         if left:
+            self._done |= {record.sequence_number for record in batch.records} - left
             return False
         self._settled()
         return True

@@ -19,10 +19,13 @@ from msgspec import UNSET
 from bridge.errors import InvalidRequest
 from bridge.export.cursor import CursorFile
 from bridge.export.supervisor import UPDATE_EVERY
+from bridge.export.wire import Tuning
 from bridge.streams import meta
 from bridge.streams.layout import Files
 from tests.export.harness import attempted, drop_in, numbers, recorded, running, until
 from tests.fakes.clock import DAY, Shifted
+
+QUICK = Tuning(beat=0.1, silence=20.0, first_backoff=0.02, max_backoff=0.1, drain=2.0)
 
 
 def to(root: Path, name: str = "out", **more: Any) -> dict[str, Any]:
@@ -461,7 +464,9 @@ PATIENT = """
     @hookimpl
     def register_exporters(register):
         register(Patient)
+"""
 
+WITHOUT_NOISE = """
     @hookimpl
     def transform_records(records):
         return [record for record in records if record.payload != b"noise"]
@@ -472,7 +477,7 @@ PATIENT = """
 def test_what_is_dropped_out_of_a_batch_between_two_attempts_is_reported_and_counted(
     tmp_path: Path, fault: str
 ) -> None:
-    drop_in(tmp_path, "patient", PATIENT)
+    drop_in(tmp_path, "patient", PATIENT + WITHOUT_NOISE)
     out = tmp_path / "out"
     (tmp_path / ("out.half" if fault == "half" else "out.down")).touch()
 
@@ -507,6 +512,56 @@ def test_what_is_dropped_out_of_a_batch_between_two_attempts_is_reported_and_cou
     assert filtered == [[8, 8]] * (2 if fault == "kill" else 1)  # a new worker may report it again
     sent = {number for what, given in notes() if what in ("sent", "half") for number in given}
     assert sent == set(range(16)) - set(reported) - {8}
+
+
+@pytest.mark.parametrize("fault", ["down", "half", "kill"])
+@pytest.mark.parametrize(
+    ("rule", "payloads", "planned", "chosen"),
+    [
+        ({"sample": 2}, list(range(12)), [0, 2, 4, 6, 8, 10], [[1, 3, 5, 7, 9], [2, 4, 6, 8, 10]]),
+        ({"deadband": {"": 1}}, [10, 10.8, 11.6, 11.6], [0, 2], [[1], [2]]),
+    ],
+)
+def test_when_a_message_is_dropped_out_of_a_batch_what_the_rules_choose_without_it_is_sent(
+    tmp_path: Path,
+    fault: str,
+    rule: dict[str, Any],
+    payloads: list[float],
+    planned: list[int],
+    chosen: list[list[int]],
+) -> None:
+    drop_in(tmp_path, "patient", PATIENT)
+    out, count = tmp_path / "out", len(payloads)
+    (tmp_path / ("out.half" if fault == "half" else "out.down")).touch()
+
+    def notes(*kinds: str) -> list[Any]:
+        lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        return [given for what, given in lines if not kinds or what in kinds]
+
+    async def scenario() -> None:
+        async with running(tmp_path, tuning=QUICK) as gateway:
+            exports = {"patient": [{"identifier": "x", "path": str(out), "reduce": [rule]}]}
+            gateway.create("a", exports, limits={"maxMessages": count})
+            await gateway.append("a", *(b"%g" % payload for payload in payloads))
+            await until(lambda: notes("tried") and gateway.status("a").error_message)
+            assert (notes("half") or notes("tried"))[0] == (planned[::2] if fault == "half" else planned)
+            done = {number for given in notes("half") for number in given}
+            for n, numbers in enumerate(chosen):
+                await gateway.append("a", b"%g" % payloads[-1])  # number n makes room
+                await gateway.manager.refresh()
+                if fault == "kill" and n == 0:
+                    assert gateway.exports.pid is not None
+                    os.kill(gateway.exports.pid, signal.SIGKILL)
+                wanted = [number for number in numbers if number not in done]
+                await until(lambda wanted=wanted: notes("tried")[-1] == wanted)
+            (tmp_path / "out.down").unlink()
+            await gateway.exported("a", count + len(chosen) - 1)
+            status = gateway.status("a")
+            sent = {number for given in notes("sent", "half") for number in given}
+            assert status.exported_messages_count == len(sent)
+            assert status.exported_messages_count + status.skipped_messages_count == count + len(chosen)
+
+    asyncio.run(scenario())
 
 
 def test_mistakes_in_an_export_definition_are_named_with_path_and_remedy(recorder: Path) -> None:
