@@ -395,7 +395,11 @@ class Exporter:
 
     @classmethod
     def check(cls, config: Any) -> None:
-        """Raise ValueError for a mistake that types cannot express. Called on create and update."""
+        """Raise ValueError for a mistake that types cannot express.
+
+        Called on create and update, and when the export worker starts. While it raises, the export makes no
+        attempt. Any other exception is reported as a defect of the plugin.
+        """
 
     @classmethod
     def lacks(cls, config: Any) -> str | None:

@@ -19,6 +19,7 @@ import msgspec
 import pytest
 
 from bridge import logs
+from bridge.errors import InvalidRequest
 from bridge.export.wire import Tuning
 from tests.export.harness import FAST, attempted, drop_in, numbers, recorded, running, until
 
@@ -465,5 +466,59 @@ def test_a_failure_is_known_at_once_also_while_the_worker_rests(recorder: Path) 
             await gateway.append("bad", b"1")
             for failed in (1, 2):  # it rests before the second
                 await until(lambda failed=failed: gateway.status("bad").failed_attempts == failed)
+
+    asyncio.run(scenario())
+
+
+CAREFUL = """
+    from bridge import *
+    from bridge import hookimpl
+
+    class Config(ExportConfig, frozen=True):
+        ca: str
+
+    class Careful(Exporter):
+        kind = "careful"
+        Config = Config
+
+        @classmethod
+        def check(cls, config):
+            open(config.ca).close()
+
+        def export(self, batch):
+            return ACCEPTED
+
+    @hookimpl
+    def register_exporters(register):
+        register(Careful)
+"""
+
+
+def test_an_exporter_whose_check_raises_stops_no_other_export_and_keeps_its_position(recorder: Path) -> None:
+    drop_in(recorder, "careful", CAREFUL)
+    ca = recorder / "ca.pem"
+    ca.touch()
+
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("bad", {"careful": [{"identifier": "bad", "ca": str(ca)}]})
+            gateway.create("good", {"recorder": [good(recorder)]})
+            await gateway.append("bad", b"0")
+            await gateway.exported("bad", 0)
+        ca.unlink()
+        async with running(recorder) as gateway:
+            with pytest.raises(InvalidRequest, match=r"a defect of the plugin: FileNotFoundError: .*careful"):
+                gateway.create("worse", {"careful": [{"identifier": "bad", "ca": str(ca)}]})
+            assert gateway.exports.pid is not None
+            os.kill(gateway.exports.pid, signal.SIGKILL)
+            await gateway.append("bad", b"1")
+            await gateway.append("good", b"0")
+            await gateway.exported("good", 0)
+            await until(lambda: "a defect of the plugin" in (gateway.status("bad").error_message or ""))
+            assert gateway.status("bad").last_exported_sequence_number == 0
+            assert gateway.exports.restarts == 1
+        ca.touch()
+        async with running(recorder) as gateway:
+            await gateway.exported("bad", 1)
 
     asyncio.run(scenario())
