@@ -453,6 +453,10 @@ class WorkerContext(Context):
         self._host.link.take(size)
 
     def append(self, stream: str, payload: bytes) -> None:
+        if not isinstance(stream, str) or not isinstance(payload, bytes):
+            raise TypeError(
+                f"append takes the name of a stream and bytes, not {stream!r:.100} and {payload!r:.100}"
+            )
         self._host.append(stream, payload)
 
     def save_state(self, state: bytes) -> None:

@@ -332,7 +332,10 @@ class Context:
         """
 
     def append(self, stream: str, payload: bytes) -> None:
-        """Append a message to another stream of the gateway, such as a status stream. Raises Retry."""
+        """Append a message to another stream of the gateway, such as a status stream. Raises Retry.
+
+        `payload` is bytes; anything else is a TypeError.
+        """
 
     def save_state(self, state: bytes) -> None:
         """Store up to 2,000 bytes durably with the position. `state` has the stored bytes."""

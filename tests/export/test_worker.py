@@ -522,3 +522,49 @@ def test_an_exporter_whose_check_raises_stops_no_other_export_and_keeps_its_posi
             await gateway.exported("bad", 1)
 
     asyncio.run(scenario())
+
+
+APPENDER = """
+    import time
+    from bridge import *
+    from bridge import hookimpl
+
+    class Config(ExportConfig, frozen=True):
+        what: str
+
+    class Appender(Exporter):
+        kind = "appender"
+        Config = Config
+
+        def export(self, batch):
+            stream, payload = {
+                "text": ("status", "text"), "view": ("status", memoryview(b"x")), "number": (7, b"x")
+            }[self.config.what]
+            self.context.append(stream, payload)
+            return ACCEPTED
+
+    @hookimpl
+    def register_exporters(register):
+        register(Appender)
+"""
+
+
+@pytest.mark.parametrize("what", ["text", "view", "number"])
+def test_a_plugin_that_appends_something_else_than_bytes_gets_a_type_error(recorder: Path, what: str) -> None:
+    drop_in(recorder, "appender", APPENDER)
+
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("status", {})
+            gateway.create("bad", {"appender": [{"identifier": "bad", "what": what}]})
+            gateway.create("good", {"recorder": [good(recorder)]})
+            await gateway.append("bad", b"0")
+            await until(
+                lambda: "TypeError: append takes the name" in (gateway.status("bad").error_message or "")
+            )
+            await gateway.append("good", b"0")
+            await gateway.exported("good", 0)
+            assert gateway.exports.restarts == 0
+            assert gateway.read("status") == []
+
+    asyncio.run(scenario())
