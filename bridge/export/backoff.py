@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 OUTAGE_PARTS = 16  # after an outage, wait for at most one such part of its length
 LOOK = 2.0
+LONGEST_ASKED = 86_400.0  # the longest wait that a plugin can ask for
 
 
 class Backoff:
@@ -51,8 +52,11 @@ class Backoff:
         self._seen, self._look_at = seen, math.inf
         return True
 
-    def failed(self, after: float | None, *, cut: bool) -> float:
-        """Count a failed attempt; return the wait, at least `after`. `cut`: the link was the cause."""
+    def failed(self, after: object, *, cut: bool) -> float:
+        """Count a failed attempt; return the wait. `cut`: the link was the cause.
+
+        The wait is at least `after`, up to a day. It comes from a plugin: what is no number is ignored.
+        """
         now = time.monotonic()
         # The number of attempts during an outage says nothing about a server that answers afterwards.
         doubled = min(self.attempts if cut else self._refused, 30)
@@ -66,7 +70,7 @@ class Backoff:
             self._down_since = None
             self._refused += 1
         self.attempts += 1
-        wait = max(wait * random.uniform(0.5, 1.0), after or 0.0)
+        wait = max(wait * random.uniform(0.5, 1.0), _seconds(after))
         self.hold(wait)
         if self.files:
             self._look_at = now + LOOK
@@ -80,6 +84,13 @@ class Backoff:
         """Reset everything after a success."""
         self.progressed()
         self._down_since = None
+
+
+def _seconds(asked: object) -> float:
+    """Return the wait that a plugin asks for; 0.0 for what is no number."""
+    if not isinstance(asked, int | float) or asked != asked:  # NaN differs from itself
+        return 0.0
+    return max(0.0, min(asked, LONGEST_ASKED))
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:

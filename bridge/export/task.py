@@ -54,6 +54,7 @@ from bridge.settingtypes import Means, meanings
 NEVER = math.inf
 LAST = 11  # the priority of exports without one
 LAST_RANK = 2 * LAST
+_LONGEST_SHOWN = 300 * 365 * 86_400.0  # seconds
 _SHOWN_FROM = 1.0  # seconds; status pages show batches that are collected for longer
 IDLE_AFTER = 0.2  # seconds; keeps a trickle of messages from writing a cursor for each one
 _CUT = (ConnectionError, TimeoutError)
@@ -142,9 +143,9 @@ class Task:
         """Return the status for descriptions of the stream."""
         attempts, at, now = self._backoff.attempts, 0, time.monotonic()
         if self.position.cursor.error is not None and not self._rests:
-            at = int((time.time() + max(0.0, self._backoff.until - now)) * 1000)
+            at = _unix_millis(self._backoff.until - now)
         elif self._collects_until > now and not self._rests:
-            at = int((time.time() + self._collects_until - now) * 1000)
+            at = _unix_millis(self._collects_until - now)
         status = self.position.status()
         return msgspec.structs.replace(status, failed_attempts=attempts, next_attempt_time=at)
 
@@ -362,7 +363,7 @@ class Task:
                 self._planner.close()  # saves a descriptor per idle export; a deleted file frees its space
             self._recovered()
 
-    def _failed(self, reason: str, after: float | None, *, cut: bool = False) -> None:
+    def _failed(self, reason: str, after: object, *, cut: bool = False) -> None:
         self._host.failures += 1
         reason = shorten(reason)
         wait = self._backoff.failed(after, cut=cut)
@@ -410,6 +411,14 @@ class Task:
         self.position.close()
         self._planner.close()
         self.closed = True
+
+
+def _unix_millis(wait: float) -> int:
+    """Return the Unix time in ms after a wait of some seconds; for longer ones, that in 300 years.
+
+    The batching of a plugin can ask for any time.
+    """
+    return int((time.time() + max(0.0, min(wait, _LONGEST_SHOWN))) * 1000)
 
 
 def _export_of(exporter: Exporter) -> str:

@@ -109,7 +109,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """The result of each record, by its index in `batch.records`. All other records are accepted.
 
     `rejected` has a reason for each record. `error` says why the records in `retry` must be
-    retried. `after` is the minimum wait in seconds. `cut` is as in `Retry`.
+    retried. `after` is the minimum wait in seconds, up to a day. `cut` is as in `Retry`.
     """
 
     retry: Sequence[int] = ()
@@ -148,13 +148,16 @@ ACCEPTED = Outcome()
 
 
 class Retry(Exception):  # noqa: N818 - named for what it asks for
-    """Raise this to have the whole batch retried, no earlier than after `after` seconds.
+    """Raise this to have the whole batch retried, no earlier than after `after` seconds, up to a day.
 
     `unsent`: nothing was sent, for example for lack of a connection, so the batch does not count against the
     bandwidth limit. `cut`: the link is the cause: there was no connection, or it ended without an answer.
     The retry comes sooner, and in smaller batches if attempts take long compared with the time for which the
     link stays up.
     """
+
+    after: float | None = None  # also if a subclass does not call __init__
+    unsent = cut = False
 
     def __init__(
         self, reason: str, *, after: float | None = None, unsent: bool = False, cut: bool = False

@@ -188,6 +188,30 @@ RECORDER = '''
         import ctypes
         ctypes.string_at(0)
 
+    def ask_for(after):
+        raise Retry("busy", after=after)
+
+    def retry_never(batch, config):
+        ask_for(float("inf"))
+
+    def retry_in_ages(batch, config):
+        ask_for(10 ** 400)
+
+    def retry_at_no_time(batch, config):
+        ask_for(float("nan"))
+
+    def retry_in_words(batch, config):
+        ask_for("30")
+
+    def retry_one_never(batch, config):
+        return Outcome(retry=[0], error="busy", after=float("inf"))
+
+    def retry_without_init(batch, config):
+        class Bare(Retry):
+            def __init__(self):
+                pass
+        raise Bare
+
     def leave(batch, config):
         os._exit(9)
 

@@ -112,6 +112,30 @@ def test_an_outcome_that_does_not_fit_its_batch_settles_nothing_and_is_explained
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("fault", ["retry_at_no_time", "retry_in_words", "retry_without_init"])
+def test_a_wait_that_is_no_number_is_ignored(recorder: Path, fault: str) -> None:
+    the_good_one_goes_on(recorder, fault, "" if fault == "retry_without_init" else "busy")
+
+
+@pytest.mark.parametrize("fault", ["retry_never", "retry_in_ages", "retry_one_never"])
+def test_a_plugin_can_ask_for_a_wait_of_a_day_at_most(recorder: Path, fault: str) -> None:
+    async def scenario() -> None:
+        async with running(recorder, threads=1) as gateway:
+            gateway.create("bad", {"recorder": [bad(recorder, fault)]})
+            gateway.create("good", {"recorder": [good(recorder)]})
+            await gateway.append("bad", b"1", b"2")
+            await until(lambda: gateway.status("bad").failed_attempts)
+            status = gateway.status("bad")
+            assert 0 < status.next_attempt_time - status.error_since <= 86_400_000 + 60_000
+            await gateway.append("good", b"x")
+            await gateway.exported("good", 0)
+            gateway.update("bad", {"recorder": [bad(recorder, "")]})
+            await gateway.exported("bad", 1)
+            assert gateway.exports.restarts == 0
+
+    asyncio.run(scenario())
+
+
 def test_an_error_of_any_length_and_with_any_letters_is_reported(recorder: Path) -> None:
     the_good_one_goes_on(recorder, "babble", "\\udcff is no letter")
 
