@@ -162,14 +162,14 @@ class Readings:
         """Return the time of a reading as Unix time in ns."""
         if self._time is None:
             return record.ingest_time * 10**6 + record.sequence_number % 10**6
-        found = _found("time", self._time, batch, record)
+        # Numbers in text come first: 1776053012345 is also a date and time in ISO 8601's basic format.
+        found = _unpacked(_found("time", self._time, batch, record))
         if isinstance(found, str):
             with suppress(ValueError):
                 when = datetime.fromisoformat(found)
                 if when.tzinfo is None:
                     raise NoValue("time: it has no zone, such as Z")
                 return (when - EPOCH) // timedelta(microseconds=1) * 1000
-        found = _unpacked(found)
         if isinstance(found, bool) or not isinstance(found, int | float):
             raise NoValue("time: it is neither a number nor a time in RFC 3339")
         return round(found * self._nanos)

@@ -182,6 +182,13 @@ def test_the_time_may_be_that_of_the_device(fake: FakeAws, made: Any, unit: str)
     assert (point["timestamp"]["timeInSeconds"], point["quality"]) == (seconds, "BAD")
 
 
+def test_a_unix_time_in_text_is_a_number_even_if_its_digits_look_like_a_date(fake: FakeAws) -> None:
+    deliver(sitewise(fake, value="1", time="{json:/at}"), batch_of(b'{"at": "1776053012345"}'))
+    ((_, request),) = fake.requests
+    (point,) = request["entries"][0]["propertyValues"]
+    assert point["timestamp"] == {"timeInSeconds": 1776053012, "offsetInNanos": 345_000_000}
+
+
 def test_a_reading_without_a_quality_has_none(fake: FakeAws) -> None:
     assert deliver(sitewise(fake, quality="{json:/q}"), batch_of(b"1")) == {}
     assert "quality" not in fake.taken[0]["propertyValues"][0]
