@@ -218,7 +218,9 @@ class Position:
             self._host.changed(self.source.name)
 
     def save_state(self, state: bytes) -> None:
-        """Store an exporter's own state with the cursor. Raises ValueError and OSError."""
+        """Store an exporter's own state with the cursor. Raises TypeError, ValueError and OSError."""
+        if not isinstance(state, bytes):  # it would be written, and could not be read
+            raise TypeError(f"the state of an export is bytes, not {state!r:.100}")
         if len(state) > cursors.MAX_STATE:
             raise ValueError(f"the state of an export may have at most {cursors.MAX_STATE} bytes")
         self.cursor.state = state

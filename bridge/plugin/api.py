@@ -341,7 +341,10 @@ class Context:
         """
 
     def save_state(self, state: bytes) -> None:
-        """Store up to 2,000 bytes durably with the position. `state` has the stored bytes."""
+        """Store up to 2,000 bytes durably with the position. `state` has the stored bytes.
+
+        Anything but bytes is a TypeError.
+        """
         self.state = state
 
     def open(self, path: Path) -> BinaryIO:

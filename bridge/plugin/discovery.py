@@ -30,7 +30,7 @@ from bridge import enums
 from bridge.errors import InvalidDefinition, PluginError
 from bridge.model import mistake
 from bridge.plugin import hooks
-from bridge.plugin.api import ExportConfig, Exporter, convert_config
+from bridge.plugin.api import BatchLimits, ExportConfig, Exporter, convert_config
 from bridge.plugin.auth import AuthOptions
 from bridge.plugin.consumer import ClientExporter
 from bridge.plugin.hooks import GROUP
@@ -172,6 +172,14 @@ def _check_class(cls: object) -> None:
         raise PluginError(f"{cls.__name__}.Config is not a subclass of bridge.ExportConfig")
     if cls.export is Exporter.export:
         raise PluginError(f"{cls.__name__} has no export method")
+    if not isinstance(cls.limits, BatchLimits):
+        raise PluginError(f"{cls.__name__}.limits is {cls.limits!r:.100}, not bridge.BatchLimits(...)")
+    try:
+        msgspec.convert(msgspec.to_builtins(cls.limits), BatchLimits)
+    except msgspec.ValidationError as error:
+        raise PluginError(f"{cls.__name__}.limits: {error}") from None
+    if not isinstance(cls.timeout, int | float) or not float(cls.timeout) > 0:
+        raise PluginError(f"{cls.__name__}.timeout is {cls.timeout!r:.100}, not a number of seconds above 0")
 
 
 def _known_fields(what: str, cls: type[Exporter]) -> str:

@@ -69,6 +69,10 @@ def test_bad_plugins_are_listed_with_their_error_and_the_others_run(tmp_path: Pa
         "g_unmarked": "\n\ndef register_exporters(register): pass",
         "g_unregistered": GOOD.format(kind="lost").partition("@hookimpl")[0],
         "g_nothing": "limit = 1",
+        "h_timeout": GOOD.replace("{kind}", 'h"; timeout = "900'),
+        "h_never": GOOD.replace("{kind}", 'i"; timeout = 0; other = "'),
+        "h_limits": GOOD.replace("{kind}", 'j"; limits = {"records": 5}; other = "'),
+        "h_records": GOOD.replace("{kind}", 'k"; limits = BatchLimits(records="5"); other = "'),
         "f_empty": "from bridge import *\n@hookimpl\ndef register_exporters(register): register(Exporter)",
         "kinesis": GOOD.format(kind="other"),
         "s3_again": GOOD.format(kind="s3"),
@@ -99,6 +103,10 @@ def test_bad_plugins_are_listed_with_their_error_and_the_others_run(tmp_path: Pa
         "g_nothing": "it has no hook; mark a function named register_exporters or transform_records or "
         "aws_credentials or authenticate or authorize or handle_event with @hookimpl, or, if it is not a "
         "plugin, begin the file's name with `_`",
+        "h_timeout": "Out.timeout is '900', not a number of seconds above 0",
+        "h_never": "Out.timeout is 0, not a number of seconds above 0",
+        "h_limits": "Out.limits is {'records': 5}, not bridge.BatchLimits(...)",
+        "h_records": "Out.limits: Expected `int | null`, got `str` - at `$.records`",
         "kinesis": "there is already a plugin named 'kinesis' (shipped); rename this one",
         "s3_again": "there is already an exporter of kind 's3'; choose another",
     }

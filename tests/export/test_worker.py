@@ -561,8 +561,13 @@ APPENDER = """
         Config = Config
 
         def export(self, batch):
+            if self.config.what == "state":
+                self.context.save_state("text")
             stream, payload = {
-                "text": ("status", "text"), "view": ("status", memoryview(b"x")), "number": (7, b"x")
+                "bytes": ("status", b"x"),
+                "text": ("status", "text"),
+                "view": ("status", memoryview(b"x")),
+                "number": (7, b"x"),
             }[self.config.what]
             self.context.append(stream, payload)
             return ACCEPTED
@@ -571,6 +576,32 @@ APPENDER = """
     def register_exporters(register):
         register(Appender)
 """
+
+
+def test_an_exporter_that_saves_something_else_than_bytes_keeps_its_position(recorder: Path) -> None:
+    drop_in(recorder, "appender", APPENDER)
+
+    async def scenario() -> None:
+        config = {"identifier": "bad", "what": "bytes"}
+        async with running(recorder) as gateway:
+            gateway.create("status", {})
+            gateway.create("bad", {"appender": [config]})
+            await gateway.append("bad", b"0")
+            await gateway.exported("bad", 0)
+            gateway.update("bad", {"appender": [config | {"what": "state"}]})
+            await gateway.append("bad", b"1")
+            await until(
+                lambda: (
+                    "TypeError: the state of an export is bytes"
+                    in (gateway.status("bad").error_message or "")
+                )
+            )
+        async with running(recorder) as gateway:
+            gateway.update("bad", {"appender": [config]})
+            await gateway.exported("bad", 1)
+            assert gateway.read("status") == [b"x"] * 2
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("what", ["text", "view", "number"])
