@@ -99,6 +99,7 @@ class ExportSupervisor:
         self._streams: dict[str, _Stream] = {}
         self._revision = 0  # of the newest definition of any stream
         self._changed: set[str] = set()
+        self._retries: dict[tuple[str, str], int] = {}  # not begun yet; up to which number
         self._advanced: set[str] = set()
         self._appends: set[asyncio.Future[None]] = set()
         self._in_flight: dict[tuple[str, str], wire.Began] = {}
@@ -177,6 +178,7 @@ class ExportSupervisor:
         if set(before) - set(stream.identifiers):
             # At once, because an export that is deleted and created again must begin at its start.
             stream.since = self._revision
+            self._forget_retries(name, stream.identifiers)
             self._send(stream.define)
             if self._writer is None:
                 with contextlib.suppress(OSError):  # the next worker retries
@@ -185,12 +187,17 @@ class ExportSupervisor:
         self._schedule_update()
 
     def retry(self, name: str, identifiers: Collection[str]) -> None:
-        """Let these exports send what they have now. A worker that is starting makes an attempt anyway."""
+        """Let these exports send what they have now. The next worker does so if this one dies before that."""
         for identifier in identifiers:
             if (suspicion := self._suspicions.get((name, identifier))) is not None:
                 suspicion.until = 0.0
         upto = stream.next if (stream := self._streams.get(name)) is not None else 0
+        self._retries |= {(name, identifier): upto for identifier in identifiers}
         self._send(wire.Try(name, sorted(identifiers), upto))
+
+    def _forget_retries(self, name: str, kept: Collection[str]) -> None:
+        for key in [key for key in self._retries if key[0] == name and key[1] not in kept]:
+            del self._retries[key]
 
     def pending(self, name: str) -> dict[str, list[Record]]:
         """Return the first pending records of each export, for `forget` after the deletion."""
@@ -211,6 +218,7 @@ class ExportSupervisor:
             return
         self._changed.discard(name)
         self._advanced.discard(name)
+        self._forget_retries(name, ())
         if self._writer is None:
             forget_stream(self._data_dir, name)
         else:
@@ -340,6 +348,8 @@ class ExportSupervisor:
         )
         self._changed.update(self._streams)
         self._send_updates()
+        for (name, identifier), upto in self._retries.items():
+            self._send(wire.Try(name, [identifier], upto))
         if self._stopping:
             self._send(wire.Stop(0))
 
@@ -408,6 +418,7 @@ class ExportSupervisor:
                 self.memory = rss
             case wire.Began(name, identifier):
                 self._in_flight[name, identifier] = message
+                self._retries.pop((name, identifier), None)
             case wire.Ended(name, identifier):
                 began = self._in_flight.pop((name, identifier), None)
                 if began is not None and began.doing.startswith("exporting"):

@@ -87,6 +87,7 @@ class Task:
         self._exporter: Exporter | None = None
         self.paused = False  # by an operator
         self._updated = False  # the exporter has an older configuration, or must be replaced
+        self._resumes = False  # a stop ends as soon as the position is loaded
         self._pending: Sequence[Record] | None = None  # of a deleted stream
         self._paid_at = 0.0  # when the link will have sent what the exporter sent over its own connections
         self._failing = False  # the hooks got the event `export_failing`
@@ -206,11 +207,14 @@ class Task:
                 if self.deleted:
                     self._release()
                     return
-                self._resume()
+                self._resumes = True
             elif not self._backoff.attempt():
                 return
             if not self.position.is_loaded:
                 self._load()
+            if self._resumes:
+                self._resumes = False
+                self._resume()
             if self._rests or self.position.is_outdated:
                 self.position.write()
                 return

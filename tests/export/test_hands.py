@@ -15,7 +15,7 @@ import pytest
 
 from bridge.errors import ExportNotFound, InvalidRequest
 from bridge.export.wire import Tuning
-from tests.export.harness import drop_in, numbers, recorded, running, until
+from tests.export.harness import attempted, drop_in, numbers, recorded, running, until
 
 # A destination that fails, or stops its export, as long as a file exists.
 SWITCHED = """
@@ -205,6 +205,49 @@ async def test_a_retry_resumes_an_export_that_has_stopped(tmp_path: Path) -> Non
         gateway.manager.retry("s", "out")
         await gateway.exported("s", 0)
         await until(lambda: not gateway.status("s").stopped)
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_retry_while_no_worker_runs_reaches_the_next_one(tmp_path: Path, noticed: bool) -> None:
+    drop_in(tmp_path, "switched", SWITCHED)
+    down = tmp_path / "out.down"
+    down.touch()
+
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            gateway.create("s", {"switched": [to(tmp_path / "out", error="stop")]})
+            await gateway.append("s", b"0")
+            await until(lambda: gateway.status("s").stopped)
+            down.unlink()
+            assert gateway.exports.pid is not None
+            os.kill(gateway.exports.pid, signal.SIGKILL)
+            if noticed:
+                await until(lambda: gateway.exports.pid is None)
+            assert gateway.manager.retry("s", "out") == ["out"]
+            await gateway.exported("s", 0)
+
+    asyncio.run(scenario())
+
+
+@scenario
+async def test_a_retry_resumes_a_stopped_export_whose_position_is_not_read_yet(recorder: Path) -> None:
+    drop_in(recorder, "switched", SWITCHED)
+    down = recorder / "out.down"
+    down.touch()
+    busy = to(recorder / "busy", "busy", priority=1, fault="until_released")
+    exports = {"recorder": [busy], "switched": [to(recorder / "out", error="stop")]}
+    async with running(recorder) as gateway:
+        gateway.create("s", exports)
+        await gateway.append("s", b"0")
+        await until(lambda: gateway.status("s", 1).stopped)
+    down.unlink()
+    attempts = recorder / "busy.attempts"
+    attempts.unlink()
+    async with running(recorder, threads=1) as gateway:
+        await until(lambda: attempted(attempts))  # it has the only thread
+        assert gateway.manager.retry("s", "out") == ["out"]
+        (recorder / "busy.release").touch()
+        await gateway.exported("s", 0)
 
 
 @scenario
