@@ -35,6 +35,11 @@ class Backoff:
         """Return when to make an attempt or check the files."""
         return min(self.until, self._look_at)
 
+    @property
+    def is_down(self) -> bool:
+        """Return whether the link was the cause of the last failure, and nothing has succeeded since."""
+        return self._down_since is not None
+
     def hold(self, seconds: float) -> None:
         """Make no attempt for `seconds`, even if a file changes."""
         self.until = time.monotonic() + seconds

@@ -4,6 +4,9 @@ Each thread picks its next export itself, under one lock: the due export with th
 Among equals, one with new messages that go before a backlog comes first, then the one that has waited
 longest. So a free thread always runs the most urgent export, and no dispatcher can fall behind.
 
+Exports whose last attempt had no connection take at most all threads but one. Their next attempts may each
+wait for an answer until a time-out, and the other exports must not wait for them.
+
 A thread that makes no progress for its export's timeout counts as hung. Python cannot end a thread. So the
 thread keeps its export, a new thread takes its place in the pool, and the worker asks to be replaced (see
 `worker.py`).
@@ -54,6 +57,7 @@ class Scheduler:
         self._waiting: list[tuple[float, int, Task]] = []  # monotonic time
         self._due: list[_Due] = []
         self._due_deleted: list[_Due] = []  # these send nothing
+        self._due_down: list[_Due] = []  # these may have no connection
         self._running: dict[int, Task] = {}  # by thread
         self._hung: set[int] = set()
         self._stopping = False
@@ -209,7 +213,7 @@ class Scheduler:
                 continue
             rank = self._rank(task)
             self._valid[task] = _Entry(number, 0.0, rank)
-            heap = self._due if rank else self._due_deleted
+            heap = self._due_deleted if not rank else self._due_down if task.is_down else self._due
             heapq.heappush(heap, (rank, task.last_step, number, task))
 
     def _first(self, heap: list[_Due], *, without_alone: bool) -> _Due | None:
@@ -234,10 +238,12 @@ class Scheduler:
             alone = any(task.alone for task in self._running.values())
             self._collect_due(now)
             least = LAST_RANK
+            running = [task for thread, task in self._running.items() if thread not in self._hung]
             if self._link.busy:
-                running = (task for thread, task in self._running.items() if thread not in self._hung)
                 least = min((task.rank for task in running), default=LAST_RANK)
-            heaps = (self._due_deleted, self._due)
+            heaps = [self._due_deleted, self._due]
+            if sum(task.is_down for task in running) < max(self._threads - 1, 1):
+                heaps.append(self._due_down)
             found = [entry for heap in heaps if (entry := self._first(heap, without_alone=alone))]
             found = [entry for entry in found if self._rank(entry[3]) <= least]
             if found:
@@ -246,7 +252,7 @@ class Scheduler:
                 self._changed.notify()  # this step may take long
                 return task
             until = [self._waiting[0][0]] if self._waiting else []
-            if self._due and least < LAST_RANK:
+            if (self._due or self._due_down) and least < LAST_RANK:
                 until.append(now + LOOK)
             self._changed.wait(min(min(until) - now, LONGEST_WAIT) if until else None)
         return None

@@ -107,6 +107,11 @@ class Task:
         return 2 * (self.config.priority or LAST) - self._batches.skips_backlog
 
     @property
+    def is_down(self) -> bool:
+        """Return whether its last attempt had no connection, so that the next one may take long in vain."""
+        return self._backoff.is_down
+
+    @property
     def timeout(self) -> float:
         """Return the seconds without progress after which a step counts as hung."""
         return self._host.tuning.hang or self._cls.timeout

@@ -20,6 +20,7 @@ from bridge.errors import InvalidRequest
 from bridge.export.cursor import CursorFile
 from bridge.export.supervisor import UPDATE_EVERY
 from bridge.export.wire import Tuning
+from bridge.model import ExportStatus
 from bridge.streams import meta
 from bridge.streams.layout import Files
 from tests.export.harness import attempted, drop_in, numbers, recorded, running, until
@@ -183,6 +184,62 @@ def test_a_dead_destination_uses_nothing_of_the_bandwidth_of_others(recorder: Pa
     with socket.socket() as unheard:  # bound and not listening: refused
         unheard.bind(("127.0.0.1", 0))
         asyncio.run(scenario(unheard.getsockname()[1]))
+
+
+UNREACHABLE = """
+    import os, time
+    from bridge import *
+    from bridge import hookimpl
+
+    class Config(BatchedConfig, frozen=True):
+        path: str
+
+    class Unreachable(Exporter):
+        kind = "unreachable"
+        Config = Config
+        attempts = 0
+
+        def export(self, batch):
+            self.attempts += 1
+            if self.attempts > 1:
+                with open(self.config.path + ".waiting", "a") as out:
+                    print(self.context.stream, file=out)
+                while not os.path.exists(self.config.path + ".up"):
+                    time.sleep(0.01)
+                return ACCEPTED
+            raise Retry("no connection", unsent=True, cut=True)
+
+    @hookimpl
+    def register_exporters(register):
+        register(Unreachable)
+"""
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_exports_without_a_connection_leave_a_thread_to_the_others(recorder: Path, threads: int) -> None:
+    drop_in(recorder, "unreachable", UNREACHABLE)
+    waiting, names = recorder / "out.waiting", [f"cloud{n}" for n in range(4)]
+
+    def are_due(statuses: list[ExportStatus]) -> bool:
+        now = time.time() * 1000
+        return all(status.failed_attempts and status.next_attempt_time + 200 < now for status in statuses)
+
+    async def scenario() -> None:
+        async with running(recorder, threads=threads, tuning=QUICK) as gateway:
+            for name in names:
+                gateway.create(name, {"unreachable": [to(recorder)]})
+                await gateway.append(name, b"x")
+            gateway.create("near", {"recorder": [to(recorder, "near", priority=10)]})
+            await until(lambda: are_due([gateway.status(name) for name in names]))
+            for number in range(5):
+                await gateway.append("near", b"x")
+                await gateway.exported("near", number)
+            assert len(waiting.read_text().splitlines()) == threads - 1
+            (recorder / "out.up").touch()
+            for name in names:
+                await gateway.exported(name, 0)
+
+    asyncio.run(scenario())
 
 
 def test_a_disabled_export_whose_position_cannot_be_written_waits_between_attempts(tmp_path: Path) -> None:
