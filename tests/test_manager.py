@@ -131,6 +131,36 @@ def test_a_wrong_definition_is_refused_with_the_place_of_the_mistake(
     run(work())
 
 
+def leads(name: str, to: str = "", key: str = "deadLetterStream") -> dict[str, Any]:
+    """A definition with an export that appends to another stream."""
+    appends = {"deadLetterStream": to} if key == "deadLetterStream" else {"statusConfig": {key: to}}
+    exports = [{"identifier": "x", **appends}] if to else []
+    return {"name": name, "strategyOnFull": 0, "exportDefinition": {"s3TaskExecutor": exports}}
+
+
+@pytest.mark.parametrize("key", ["deadLetterStream", "statusStreamName"])
+def test_streams_whose_exports_append_to_each_other_in_a_circle_are_refused(tmp_path: Path, key: str) -> None:
+    why = r"s3TaskExecutor\[0\].*: exports lead from 'b' back to this stream \(b -> c -> a\)"
+
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            for raw in (leads("c"), leads("b", "c"), leads("a", "b")):
+                manager.create(raw)
+            with pytest.raises(InvalidDefinition, match=r"exports lead from 'a' back .* \(a -> b -> c\)"):
+                manager.update(leads("c", "a", key))
+            manager.update(leads("a"))
+            manager.update(leads("c", "a", key))
+            with pytest.raises(InvalidDefinition, match=why):
+                manager.update(leads("a", "b"))
+            manager.delete("a")
+            with pytest.raises(InvalidDefinition, match=why):
+                manager.create(leads("a", "b"))
+            # What is about to apply counts, and not what it replaces.
+            manager.create(leads("a", "b"), among={"c": manager.check(leads("c"))})
+
+    run(work())
+
+
 def test_a_mistake_in_a_definition_has_its_path_what_is_wrong_and_the_remedy(tmp_path: Path) -> None:
     exports = {"s3TaskExecutor": [{"identifier": "x"}, {"identifier": "y", "priority": 11}]}
 

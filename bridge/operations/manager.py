@@ -15,10 +15,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
@@ -49,6 +51,7 @@ from bridge.model import (
 from bridge.operations.bindings import STREAM_TOPICS, Bindings, Refusal
 from bridge.operations.definitions import checked, settings_of, stored
 from bridge.operations.reading import MOST_BYTES, STEP, ReadMessagesOptions, Reads, Turn
+from bridge.operations.validate import circles
 from bridge.plugin.api import Record
 from bridge.plugin.consumer import KIND
 from bridge.plugin.discovery import Registry
@@ -215,18 +218,36 @@ class StreamManager:
         self._reads.tidy()
 
     # -- the operations --------------------------------------------------------------------------
-    def check(self, raw: Mapping[str, Any] | MessageStreamDefinition) -> MessageStreamDefinition:
-        """Read and validate a definition from the wire; raises InvalidDefinition."""
-        return checked(raw, self.registry)
+    def check(
+        self,
+        raw: Mapping[str, Any] | MessageStreamDefinition,
+        among: Mapping[str, MessageStreamDefinition] = MappingProxyType({}),
+    ) -> MessageStreamDefinition:
+        """Read and validate a definition from the wire; raises InvalidDefinition.
+
+        `among` are definitions that are about to apply too, such as those of a configuration.
+        """
+        definition = checked(raw, self.registry)
+        for found in circles(definition, ChainMap(dict(among), self.definitions)):
+            raise found
+        return definition
 
     def version(self, name: str) -> str:
         """Return the version of a definition, for `update`. Each change changes it. Raises StreamNotFound."""
         meta = self.stream(name).meta
         return hashlib.sha256(b"%d %b" % (meta.epoch, meta.definition or b"")).hexdigest()[:16]
 
-    def create(self, raw: Mapping[str, Any] | MessageStreamDefinition) -> Stream:
-        """createMessageStream. Raises InvalidRequest, for example if the name exists, or StorageFailed."""
-        definition = self.check(raw)
+    def create(
+        self,
+        raw: Mapping[str, Any] | MessageStreamDefinition,
+        *,
+        among: Mapping[str, MessageStreamDefinition] = MappingProxyType({}),
+    ) -> Stream:
+        """createMessageStream. Raises InvalidRequest, for example if the name exists, or StorageFailed.
+
+        `among` is as in `check`.
+        """
+        definition = self.check(raw, among)
         if definition.name in self.store.streams:
             raise StreamInUse(f"a stream named {definition.name!r} exists already")
         self._check_opened(definition.name)
@@ -236,7 +257,13 @@ class StreamManager:
         self._adopt(stream, definition)
         return stream
 
-    def update(self, raw: Mapping[str, Any] | MessageStreamDefinition, if_version: str | None = None) -> None:
+    def update(
+        self,
+        raw: Mapping[str, Any] | MessageStreamDefinition,
+        if_version: str | None = None,
+        *,
+        among: Mapping[str, MessageStreamDefinition] = MappingProxyType({}),
+    ) -> None:
         """updateMessageStream: the whole definition is replaced, exports are matched by identifier.
 
         A paused export stays paused, as long as the definition has an export with its identifier. An export
@@ -247,12 +274,12 @@ class StreamManager:
         space.
 
         With `if_version`, only if that is still its `version`, so two clients that change one definition do
-        not undo each other's changes.
+        not undo each other's changes. `among` is as in `check`.
 
         Raises StreamNotFound, InvalidRequest, UpdateNotAllowed, UpdateFailed or StorageFailed; then nothing
         has changed.
         """
-        definition = self.check(raw)
+        definition = self.check(raw, among)
         stream = self.stream(definition.name)
         if if_version is not None and if_version != self.version(definition.name):
             raise UpdateFailed(

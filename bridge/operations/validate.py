@@ -6,7 +6,7 @@ file. The plugin of an export checks its options (`Registry.config`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from bridge.errors import InvalidDefinition
 from bridge.model import MessageStreamDefinition
@@ -43,6 +43,43 @@ def mistakes(definition: MessageStreamDefinition) -> Iterator[InvalidDefinition]
                         f"{name!r} is the exported stream itself: each message in it would append another",
                         "name another stream",
                     )
+
+
+def circles(
+    definition: MessageStreamDefinition, others: Mapping[str, MessageStreamDefinition]
+) -> Iterator[InvalidDefinition]:
+    """Yield exports that append to another stream, from which exports lead back to this one.
+
+    A message that each of them rejects would go round without end, and grow with each round. `others` are the
+    definitions of all streams; the one of this stream does not count.
+    """
+    for kind, exports in definition.export_definition.items():
+        for number, raw in enumerate(exports):
+            for key, name in appends_to(raw).items():
+                if name != definition.name and (way := _way(name, definition.name, others)):
+                    yield InvalidDefinition(
+                        ("exportDefinition", kind, number, *key),
+                        f"exports lead from {name!r} back to this stream ({' -> '.join(way)}): a rejected "
+                        "message could go round without end",
+                        "name a stream that leads nowhere",
+                    )
+
+
+def _way(start: str, end: str, definitions: Mapping[str, MessageStreamDefinition]) -> list[str] | None:
+    """Return the streams from one to another, as their exports append to them; None if there is no way."""
+    ways = [[start]]
+    seen = {start}
+    for way in ways:  # it grows
+        if (definition := definitions.get(way[-1])) is None:
+            continue
+        for raw in (raw for exports in definition.export_definition.values() for raw in exports):
+            for name in appends_to(raw).values():
+                if name == end:
+                    return [*way, end]
+                if name not in seen:
+                    seen.add(name)
+                    ways.append([*way, name])
+    return None
 
 
 def segment_size(definition: MessageStreamDefinition) -> InvalidDefinition | None:

@@ -338,7 +338,7 @@ class Service:
         for name, definition in config.streams.items():
             try:
                 if name not in self._manager.store.streams:
-                    self._manager.create(definition)
+                    self._manager.create(definition, among=config.streams)
                     log.info("stream created", extra={"stream": name})
                     continue
                 stored = self._manager.definitions[name]
@@ -347,7 +347,7 @@ class Service:
                     delivery = msgspec.structs.replace(delivery, deleting=False)
                 definition = msgspec.structs.replace(definition, delivery=delivery)
                 if stored != definition:
-                    self._manager.update(definition)
+                    self._manager.update(definition, among=config.streams)
                     log.info("stream updated", extra={"stream": name})
             except (StreamBridgeError, OSError) as error:
                 failed.append(name)

@@ -478,6 +478,27 @@ status_config = { status_stream_name = "a" }
     ]
 
 
+def test_exports_whose_dead_letters_go_round_are_an_error(path: Path) -> None:
+    text = """
+[[streams.a.export.s3TaskExecutor]]
+identifier = "one"
+dead_letter_stream = "b"
+[[streams.b.export.s3TaskExecutor]]
+identifier = "two"
+dead_letter_stream = "a"
+[streams.c]
+"""
+    found = [line for line in check(path, QUIET + text) if line.startswith("error")]
+    why = "a rejected message could go round without end; name a stream that leads nowhere"
+    key = "export.s3TaskExecutor[0].dead_letter_stream"
+    assert found == [
+        f"error: x.toml:14: streams.a.{key}: exports lead from 'b' back to this stream (b -> a): {why}",
+        f"error: x.toml:17: streams.b.{key}: exports lead from 'a' back to this stream (a -> b): {why}",
+    ]
+    lines = check(path, QUIET + text.replace('= "a"\n[streams.c]', '= "c"\n[streams.c]'))
+    assert not any(line.startswith("error") for line in lines)
+
+
 def test_exports_without_credentials_are_a_warning(path: Path) -> None:
     export = '[[streams.a.export.s3]]\nidentifier = "x"\nbucket = "my-bucket"\n'
     lines = check(path, QUIET + export)

@@ -22,7 +22,7 @@ from bridge.config.tomlstruct import dotted, snake
 from bridge.errors import InvalidDefinition
 from bridge.export.cursor import stopped_with
 from bridge.model import MessageStreamDefinition, Persistence, StrategyOnFull
-from bridge.operations.validate import mistakes
+from bridge.operations.validate import circles, mistakes
 from bridge.plugin.api import ExportConfig, appends_to
 from bridge.streams.reader import StreamMeta, StreamReader, list_damaged, list_streams
 from bridge.topics import overlap
@@ -53,9 +53,10 @@ def room(context: CheckContext) -> Iterator[Finding]:
 def streams(context: CheckContext) -> Iterator[Finding]:
     """Check that every declared stream can be created or updated, and exported."""
     stored, damaged = _stored(context)
+    definitions = {name: _definition(meta) for name, meta in stored.items()} | dict(context.config.streams)
     for stream in context.config.streams.values():
         keys: Keys = ("streams", stream.name)
-        for mistake in mistakes(stream):
+        for mistake in (*mistakes(stream), *circles(stream, definitions)):
             inner = keys_to(mistake)
             if context.knows(*keys, *inner):
                 inner = inner[:-1] if isinstance(inner[-1], int) else inner  # an entry of a list has no key
