@@ -28,6 +28,7 @@ from bridge.consumers.position import Lease, Position
 from bridge.errors import (
     CorruptData,
     InvalidRequest,
+    MessageTooLarge,
     ResponseTooLarge,
     StorageFailed,
     StreamBridgeError,
@@ -417,7 +418,11 @@ class Consumer:
         record = Record(
             row.sequence_number, row.ingest_time, row.topic.decode(errors="replace"), row.payload, row.headers
         )
-        await self._host.append(name, dead_letter(self.stream.name, self.config.identifier, record, reason))
+        place = self.stream.name, self.config.identifier
+        try:
+            await self._host.append(name, dead_letter(*place, record, reason))
+        except MessageTooLarge:  # it always will be
+            await self._host.append(name, dead_letter(*place, record, reason, with_payload=False))
 
     def refresh(self) -> None:
         """Skip dropped messages, and reject those delivered too often. Called every second."""

@@ -12,7 +12,7 @@ from enum import Enum, auto
 
 import msgspec
 
-from bridge.export.host import Host
+from bridge.export.host import Host, TooLarge
 from bridge.export.order import Order
 from bridge.export.planning import Planner, intersection
 from bridge.export.position import Position, shorten
@@ -284,8 +284,13 @@ class Batches:
         text = f"message {record.sequence_number} was rejected: {reason}"
         if self._position.cursor.error != text:
             log.warning("%s: %s", self._position.label, text)
-        if stream is not None:
+        if stream is None:
+            return
+        try:
             self._host.append(stream, dead_letter(*self._position.key, record, reason))
+        except TooLarge:  # it always will be, and the messages behind it must not wait for it
+            letter = dead_letter(*self._position.key, record, reason, with_payload=False)
+            self._host.append(stream, letter)
 
 
 def size_of(batch: Batch) -> int:

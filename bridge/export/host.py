@@ -31,6 +31,10 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 Key = tuple[str, str]  # of an export: stream and identifier
 
 
+class TooLarge(Retry):
+    """Raised for a message that is larger than its stream can store."""
+
+
 def memory_used() -> int:
     """Return the resident size of this process in bytes."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE
@@ -43,7 +47,7 @@ class Parent(Protocol):
         """Send a message to the supervisor."""
 
     def append(self, stream: str, payload: bytes, timeout: float) -> None:
-        """Append to a stream through the supervisor. Raises Retry."""
+        """Append to a stream through the supervisor. Raises Retry, or TooLarge if it can never be stored."""
 
     def changed(self, stream: str) -> None:
         """The statuses of a stream have changed."""
@@ -100,7 +104,7 @@ class Host:
         return {key: size for key, size in grown.items() if size * 2 > largest}
 
     def append(self, stream: str, payload: bytes) -> None:
-        """Append to a stream of the gateway. Raises Retry."""
+        """Append to a stream of the gateway. Raises Retry, or TooLarge if it can never be stored."""
         self._parent.append(stream, payload, APPEND_TIMEOUT)
 
     def client(self, service: str, config: AwsConfig | AwsBatchedConfig, **options: Any) -> Any:

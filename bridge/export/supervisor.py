@@ -28,6 +28,7 @@ import msgspec
 from bridge import frames, logs, process
 from bridge.clock import Clock
 from bridge.encryption import Keys
+from bridge.errors import MessageTooLarge
 from bridge.export import wire
 from bridge.export.cursor import forget_others, forget_stream, highest_exported, stored_status
 from bridge.export.planning import Planner, Source
@@ -448,15 +449,16 @@ class ExportSupervisor:
         self, asked: asyncio.StreamWriter | None, number: int, name: str, payload: bytes
     ) -> None:
         """Append, and answer the worker that asked. Each worker numbers its requests from 1."""
-        error = ""
+        error, too_large = "", False
         try:
             done = self._append_status(name, payload)
             if done is not None:
                 await done
         except Exception as failure:
             error = str(failure) or type(failure).__name__
+            too_large = isinstance(failure, MessageTooLarge)
         if self._writer is asked:
-            self._send(wire.Appended(number, error))
+            self._send(wire.Appended(number, error, too_large))
 
     # --- the cause of the worker's end
 

@@ -104,10 +104,14 @@ class Committed(WorkerMessage, frozen=True, array_like=True, tag=True):
 
 
 class Appended(WorkerMessage, frozen=True, array_like=True, tag=True):
-    """To the worker: the stream has stored an `Append`, or rejected it (`error`)."""
+    """To the worker: the stream has stored an `Append`, or rejected it (`error`).
+
+    `too_large`: it can never store it, but would store a smaller message.
+    """
 
     number: int
     error: str = ""
+    too_large: bool = False
 
 
 class Notice(WorkerMessage, frozen=True, array_like=True, tag=True):

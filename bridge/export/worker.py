@@ -37,7 +37,7 @@ from bridge.durable import make_directory
 from bridge.encryption import Keys
 from bridge.errors import InvalidRequest
 from bridge.export import cursor, wire
-from bridge.export.host import Host, memory_used
+from bridge.export.host import Host, TooLarge, memory_used
 from bridge.export.planning import Source
 from bridge.export.scheduler import Scheduler
 from bridge.export.task import Task
@@ -69,7 +69,7 @@ class Worker:
         self._sources: dict[str, Source] = {}
         self._changed_streams: set[str] = set()
         self._broken: dict[str, list[ExportStatus]] = {}  # exports whose configuration no plugin accepts
-        self._replies: dict[int, queue.SimpleQueue[str]] = {}
+        self._replies: dict[int, queue.SimpleQueue[wire.Appended]] = {}
         self._numbers = 0
         self._events: queue.Queue[Event] = queue.Queue(1000)
         self._ending: tuple[int, float] | None = None  # exit status, and until when to wait for batches
@@ -88,20 +88,21 @@ class Worker:
             os._exit(ORPHANED)
 
     def append(self, stream: str, payload: bytes, timeout: float) -> None:
-        """Append to a stream and wait for the reply. Raises Retry."""
+        """Append to a stream and wait for the reply. Raises Retry, or TooLarge if it can never be stored."""
         with self._sending:
             self._numbers += 1
             number = self._numbers
             answer = self._replies[number] = queue.SimpleQueue()
         self.send(wire.Append(number, stream, payload))
         try:
-            error = answer.get(timeout=timeout)
+            reply = answer.get(timeout=timeout)
         except queue.Empty:
-            error = "no reply in time"
+            reply = wire.Appended(number, "no reply in time")
         finally:
             del self._replies[number]
-        if error:
-            raise Retry(f"appending to {stream}: {error}")
+        if reply.error:
+            kind = TooLarge if reply.too_large else Retry
+            raise kind(f"appending to {stream}: {reply.error}")
 
     def changed(self, stream: str) -> None:
         """The statuses of a stream have changed; the supervisor gets them soon, also if the worker rests."""
@@ -234,9 +235,9 @@ class Worker:
                 self._try(name, identifiers, upto)
             case wire.Forget(name, pending):
                 self._forget(name, pending)
-            case wire.Appended(number, error):
+            case wire.Appended(number):
                 if (answer := self._replies.get(number)) is not None:
-                    answer.put(error)
+                    answer.put(message)
             case wire.Notice(name, stream, detail):
                 self.event(Event(name=name, stream=stream, detail=detail))
             case wire.Stop(timeout):

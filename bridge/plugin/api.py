@@ -479,15 +479,20 @@ def _check_newest_first(exporter: type[Exporter], config: ExportConfig) -> None:
         )
 
 
-def dead_letter(stream: str, export: str, record: Record, reason: str) -> bytes:
-    """The message about a rejected record, for a dead-letter stream: JSON, its payload in base64."""
+def dead_letter(stream: str, export: str, record: Record, reason: str, *, with_payload: bool = True) -> bytes:
+    """The message about a rejected record, for a dead-letter stream: JSON, its payload in base64.
+
+    Without its payload, which the stream cannot store, it has the size of it.
+    """
+    size = {} if with_payload else {"payloadBytes": len(record.payload)}
     return msgspec.json.encode(
         {
             "stream": stream,
             "sequenceNumber": record.sequence_number,
             "ingestTime": record.ingest_time,
             "topic": record.topic,
-            "payload": record.payload,
+            "payload": record.payload if with_payload else b"",
+            **size,
             "export": export,
             "reason": reason,
         }

@@ -393,6 +393,19 @@ async def test_terminated_and_too_often_delivered_messages_are_in_the_dead_lette
 
 
 @bridge_test
+async def test_a_dead_letter_too_large_for_its_stream_is_stored_without_the_payload(bridge: Bridge) -> None:
+    one = await worker(bridge, deadLetterStream="dead")
+    bridge.manager.create({"name": "dead", "strategyOnFull": 0, "limits": {"maxMessageSize": 1000}})
+    client = await bridge.connect(f"p{next(IDS)}")
+    await client.exchange(publish("in/a", bytes(900), 1, 1))
+    assert await one.fetch(1) == first(0)
+    assert await one.ack(terminate=[0], reason="not a number") == []
+    (letter,) = (json.loads(payload) for payload in await bridge.payloads("dead"))
+    assert (letter["payload"], letter["payloadBytes"], letter["reason"]) == ("", 900, "not a number")
+    assert status(bridge).last_exported_sequence_number == 0
+
+
+@bridge_test
 async def test_the_last_delivery_lasts_until_its_deadline_as_all_others_do(bridge: Bridge) -> None:
     one = await worker(bridge, maxDeliveries=1, ackDeadlineMillis=60_000)
     await append(bridge, *["in/a"] * 2)

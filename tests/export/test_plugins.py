@@ -344,6 +344,25 @@ def test_rejected_records_are_kept_in_the_dead_letter_stream_before_they_are_pas
     asyncio.run(scenario())
 
 
+def test_a_dead_letter_that_its_stream_cannot_store_is_stored_without_the_payload(tmp_path: Path) -> None:
+    drop_in(tmp_path, "picky", PICKY)
+
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            gateway.create("dead", {}, limits={"maxMessageSize": 1000})
+            gateway.create("a", {"picky": [{"identifier": "p", "deadLetterStream": "dead"}]})
+            await gateway.append("a", bytes(900), b"good", b"bad")
+            await gateway.exported("a", 2)
+            large, small = (json.loads(letter) for letter in gateway.read("dead"))
+            assert (large["sequenceNumber"], large["payload"], large["payloadBytes"]) == (0, "", 900)
+            assert large["reason"] == "the message of 900 bytes is larger than 10 bytes"
+            assert (small["sequenceNumber"], small["payload"]) == (2, "YmFk")
+            assert "payloadBytes" not in small
+            assert gateway.status("a").rejected_messages_count == 2
+
+    asyncio.run(scenario())
+
+
 BACKWARDS = PICKY.replace("enumerate(batch.records)", "reversed(list(enumerate(batch.records)))")
 
 
