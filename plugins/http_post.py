@@ -44,7 +44,7 @@ from bridge import (
     send_split,
 )
 from bridge.deflate import gzip
-from bridge.plugin.aws import Body, cause, is_cut, is_unsent
+from bridge.plugin.aws import Body, cause, is_cut, is_unsent, retry_after
 from bridge.plugin.records import JSON, TEXT, RecordEncoder
 
 NO_SUCH_ENCODING = 415
@@ -183,8 +183,7 @@ class HttpExporter(Exporter):
                 raise Retry(f"{reason}: it may not take gzip; remove compression from the export")
             if response.status_code in REFUSED:
                 raise Refused(reason)
-            wait = response.headers.get("retry-after", "")
-            raise Retry(reason, after=min(float(wait), 300.0) if wait.isdecimal() else None)
+            raise Retry(reason, after=retry_after(response.headers.get("retry-after", "")))
 
 
 def _messages(batch: Batch, part: Sequence[int]) -> bytes:

@@ -16,6 +16,7 @@ class Web:
         self.headers: list[dict[str, str]] = []
         self.peers: set[Any] = set()  # addresses of the connections that brought something
         self.status = 204
+        self.retry_after = "1"
         self.room: int | None = None  # it takes so many more requests
         web = self
 
@@ -44,7 +45,7 @@ class Web:
                     web.headers.append({name.lower(): value for name, value in self.headers.items()})
                 self.send_response(status)
                 self.send_header("Content-Length", "0")
-                self.send_header("Retry-After", "1")
+                self.send_header("Retry-After", web.retry_after)
                 self.end_headers()
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

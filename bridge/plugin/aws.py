@@ -21,7 +21,8 @@ import re
 import ssl
 import threading
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 20.0
 READ_TIMEOUT = 60.0
+MAX_RETRY_AFTER = 300.0  # seconds
 MAX_CAUSE = 300  # characters of an error message, in the log
 _AMAZON = (".amazonaws.com", ".amazonaws.com.cn")
 
@@ -385,9 +387,8 @@ def failure(error: BaseException, doing: str) -> Retry:
     after = 1.0 if is_throttled(code) else None
     response = getattr(error, "response", None)
     if isinstance(response, dict):
-        wait = response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", "")
-        if wait.isdecimal():
-            after = min(float(wait), timedelta(minutes=5).total_seconds())
+        headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        after = retry_after(headers.get("retry-after", "")) or after
     text = cause(error)
     server = _server(error)
     if not server:
@@ -395,6 +396,23 @@ def failure(error: BaseException, doing: str) -> Retry:
     elif is_unsent(error) and not server.partition(":")[0].endswith(_AMAZON):
         text += "; see endpoint_url"
     return Retry(text, after=after, unsent=is_unsent(error), cut=is_cut(error))
+
+
+def retry_after(header: str) -> float | None:
+    """Return the seconds of a `Retry-After`, at most five minutes; None without one.
+
+    It has seconds or, as some proxies write it, a date.
+    """
+    if header.isdecimal():
+        seconds = float(header)
+    else:
+        try:
+            date = parsedate_to_datetime(header)
+        except (ValueError, TypeError, OverflowError):
+            return None
+        # The zone is missing in `-0000` only, which also means UTC.
+        seconds = (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
+    return max(0.0, min(seconds, MAX_RETRY_AFTER))
 
 
 def safe_code(code: str) -> str:

@@ -11,6 +11,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -506,6 +507,36 @@ def test_http_sends_headers_and_a_token_that_may_change(web: Web, tmp_path: Path
         deliver(exporter, make_batch([b"x"]))
     assert [head["authorization"] for head in web.headers] == ["Bearer one", "Bearer two"]
     assert web.headers[0]["x-plant"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("header", "least", "most"),
+    [
+        ("7", 7, 7),
+        ("9" * 30, 300, 300),
+        ("Wed, 21 Oct 2099 07:28:00 GMT", 300, 300),
+        ("Wed, 21 Oct 2015 07:28:00 -0000", 0, 0),
+        *((wrong, None, None) for wrong in ("1.5", "-1", "soon", "", "\u00b2")),
+    ],
+)
+def test_http_waits_as_long_as_the_server_asks_for_in_seconds_or_as_a_date(
+    web: Web, header: str, least: float | None, most: float | None
+) -> None:
+    web.status, web.retry_after = 503, header
+    with pytest.raises(Retry) as caught:
+        make("http", uri=web.url).export(make_batch([b"x"]))
+    if least is None or most is None:
+        assert caught.value.after is None
+    else:
+        assert caught.value.after is not None
+        assert least <= caught.value.after <= most
+
+
+def test_http_waits_until_the_date_that_the_server_names(web: Web) -> None:
+    web.status, web.retry_after = 503, formatdate(time.time() + 250, usegmt=True)
+    with pytest.raises(Retry) as caught:
+        make("http", uri=web.url).export(make_batch([b"x"]))
+    assert 0 < (caught.value.after or 0) <= 250
 
 
 def test_http_speaks_tls_with_a_certificate_authority_of_its_own(web: Web, tmp_path: Path) -> None:
