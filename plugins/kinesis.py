@@ -121,6 +121,7 @@ class KinesisExporter(Exporter):
                     raise
                 again, refused = [n for group in sending for n in group], {}
                 self._error, cut = str(problem), problem.cut
+                self._after = problem.after or self._after
             failed += again
             rejected |= refused
             retry += failed

@@ -278,19 +278,19 @@ class SitewiseExporter(Exporter):
                 else:
                     retry[n] = reason
 
-        cut = False
+        after, cut = None, False
         for number, request in enumerate(requests):
             try:
                 rejected |= send_split(request, put)
             except Retry as problem:
                 if number == 0:
                     raise
-                cut = problem.cut
+                after, cut = problem.after, problem.cut
                 retry |= {n: str(problem) for rest in requests[number:] for n in rest}
                 break
         retry = {n: reason for n, reason in retry.items() if n not in rejected}
         reason = next(iter(retry.values()), "")
-        return Outcome(retry=sorted(retry), rejected=rejected, error=reason, cut=cut)
+        return Outcome(retry=sorted(retry), rejected=rejected, error=reason, after=after, cut=cut)
 
     def _put(self, entries: dict[int, Entry], part: Sequence[int]) -> dict[int, tuple[str, set[str]]]:
         """Send one request; return the failed entries with reason and error codes."""

@@ -57,6 +57,7 @@ class FirehoseSender:
                     raise
                 retry += [n for rest in requests[number:] for group in rest for n in group]
                 self._error, cut = str(problem), problem.cut
+                self._after = problem.after or self._after
                 break
         return Outcome(
             retry=sorted(retry), rejected=rejected, error=self._error, after=self._after or None, cut=cut

@@ -539,6 +539,23 @@ def test_http_waits_until_the_date_that_the_server_names(web: Web) -> None:
     assert 0 < (caught.value.after or 0) <= 250
 
 
+@pytest.mark.parametrize("kind", ["kinesis", "firehose", "IotSitewise"])
+def test_a_service_that_is_busy_at_one_of_several_requests_is_given_time(fake: FakeAws, kind: str) -> None:
+    def taken(request: Any) -> Any:
+        return getattr(fake, f"_{request.operation}")(request.parameters)
+
+    options, payloads = {
+        # Records of one key, and values for one time, go in a request each.
+        "kinesis": ({"kinesisStreamName": "s", "partitionKey": "{topic}"}, [b"1", b"2"]),
+        "firehose": ({"deliveryStreamName": "s"}, [b"x"] * 600),
+        "IotSitewise": ({"propertyAlias": "/a", "time": str(int(time.time() * 1000))}, [b"1", b"2"]),
+    }[kind]
+    fake.faults = [taken, error(400, "ThrottlingException")]
+    outcome = make(kind, endpointUrl=fake.url, **options).export(make_batch(payloads))
+    assert outcome.retry
+    assert (len(fake.requests), outcome.after) == (2, 1.0)
+
+
 def test_http_speaks_tls_with_a_certificate_authority_of_its_own(web: Web, tmp_path: Path) -> None:
     key, cert = certificate(tmp_path, "127.0.0.1")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
