@@ -18,6 +18,7 @@ not belong in a stream's definition, which is stored and shown.
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -48,6 +49,8 @@ from bridge.plugin.aws import Body, cause, is_cut, is_unsent, retry_after
 from bridge.plugin.records import JSON, TEXT, RecordEncoder
 
 NO_SUCH_ENCODING = 415
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_VALUE = re.compile(r"[\t\x20-\x7e\xa0-\xff]*")
 REFUSED = frozenset({400, 411, 413, 414, NO_SUCH_ENCODING, 421, 422, 431})
 
 
@@ -117,6 +120,12 @@ class HttpExporter(Exporter):
             raise ValueError("record: the template makes text, and exportFormat 1 needs JSON or CBOR")
         if config.compression and any(name.lower() == "content-encoding" for name in config.headers):
             raise ValueError("headers: compression sets Content-Encoding; remove one of the two")
+
+        for name, value in config.headers.items():
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"headers: {name!r} is not the name of a header")
+            if not _VALUE.fullmatch(value):
+                raise ValueError(f"headers: {name} has a line break, or characters that are not Latin-1")
 
     def export(self, batch: Batch) -> Outcome:
         headers = {**self._headers}

@@ -539,6 +539,14 @@ def test_http_waits_until_the_date_that_the_server_names(web: Web) -> None:
     assert 0 < (caught.value.after or 0) <= 250
 
 
+@pytest.mark.parametrize(
+    "headers", [{"X": "a\r\nB: c"}, {"X": "\u20ac"}, {"X\n": "a"}, {"X A": "b"}, {"": "a"}]
+)
+def test_http_refuses_headers_that_cannot_be_sent(headers: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="headers: "):
+        make("http", uri="http://host/", headers=headers)
+
+
 @pytest.mark.parametrize("kind", ["kinesis", "firehose", "IotSitewise"])
 def test_a_service_that_is_busy_at_one_of_several_requests_is_given_time(fake: FakeAws, kind: str) -> None:
     def taken(request: Any) -> Any:
