@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta, Struct, field
 
 from bridge.plugin.auth import AuthOptions
+from bridge.plugin.failures import failed
 from bridge.settingtypes import Count, Millis
 
 
@@ -30,5 +31,13 @@ class AuthSettings(Struct, frozen=True, kw_only=True):
         return [
             f"auth.plugins.{name}: {mistake}"
             for name, options in self.plugins.items()
-            for mistake in options.mistakes()
+            for mistake in mistakes_of(options)
         ]
+
+
+def mistakes_of(options: AuthOptions) -> list[str]:
+    """Return the mistakes that a plugin reports; that it fails is one."""
+    try:
+        return options.mistakes()
+    except (Exception, SystemExit) as error:
+        return [failed(error)]

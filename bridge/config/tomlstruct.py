@@ -29,6 +29,7 @@ from bridge import units
 from bridge.config.tomlfile import Document, Keys, Problem
 from bridge.errors import StreamBridgeError
 from bridge.model import mistake
+from bridge.plugin.failures import failed
 from bridge.printable import without_credentials
 from bridge.settingtypes import Bytes, Means, Millis, meanings
 
@@ -131,10 +132,15 @@ class Reader:
                 self.problem(keys, f"`{key}` is missing; add {add}")
         try:
             return cls(**values)
-        except TypeError:  # a required one is missing, and reported
-            return None
         except (ValueError, StreamBridgeError) as error:
             return self._without_mistakes(cls, values, str(error), table, keys, fields)
+        except (Exception, SystemExit) as error:
+            if any(field.required and field.name not in values for field in fields.values()):
+                return None  # which is reported
+            if not _is_of_a_plugin(cls):
+                raise
+            self.problem(keys, failed(error))
+            return None
 
     def _is_kept(self, value: object) -> bool:
         """Whether a value counts though parts of it are mistakes: a table, or a list of tables."""
@@ -159,7 +165,9 @@ class Reader:
                 values.pop(fields[named[0]].name, None)
         try:
             return cls(**values)
-        except (TypeError, ValueError, StreamBridgeError):
+        except (Exception, SystemExit) as error:
+            if not (_is_of_a_plugin(cls) or isinstance(error, (TypeError, ValueError, StreamBridgeError))):
+                raise
             self.broken.add(keys)
             return None
 
@@ -358,6 +366,10 @@ def _choices(kind: Any) -> tuple[Any, ...]:
 
 def _is_enum(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, IntEnum)
+
+
+def _is_of_a_plugin(cls: type[Struct]) -> bool:
+    return cls.__module__.partition(".")[0] != "bridge"
 
 
 def _is_struct(kind: Any) -> TypeGuard[type[Struct]]:

@@ -38,6 +38,7 @@ from msgspec import Meta, Struct
 
 from bridge.model import MAX_INT64, MAX_MILLIS, Name
 from bridge.plugin.allow import Allow
+from bridge.plugin.failures import failed
 from bridge.plugin.link import UNLIMITED, Link
 from bridge.plugin.reduction import Reduction, check_effects, encoded
 from bridge.settingtypes import Endpoint, Millis
@@ -448,8 +449,18 @@ class Exporter:
 def convert_config(exporter: type[Exporter], raw: Mapping[str, Any]) -> Any:
     """Read a wire configuration (camelCase) into the exporter's Config.
 
-    Raises msgspec.ValidationError (with a path) or ValueError (also from `check`).
+    Raises msgspec.ValidationError (with a path) or ValueError (also from `check`). Any other exception of the
+    plugin, even SystemExit, becomes a ValueError that names the plugin's line.
     """
+    try:
+        return _converted(exporter, raw)
+    except (ValueError, msgspec.ValidationError):
+        raise
+    except (Exception, SystemExit) as error:
+        raise ValueError(failed(error)) from error
+
+
+def _converted(exporter: type[Exporter], raw: Mapping[str, Any]) -> Any:
     config = msgspec.convert(raw, exporter.Config)
     for topic in config.topics:
         if (mistake := filter_mistake(topic)) is not None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from bridge.plugin import hooks
 from bridge.plugin.api import Exporter
+from bridge.plugin.failures import failure as failure
 from bridge.plugin.hooks import GROUP
 
 HOOKS = {
@@ -23,7 +23,6 @@ HOOKS = {
     if hasattr(function, f"{GROUP}_spec")
 }
 _NAMES = ", ".join(HOOKS)
-_LOADERS = {"bridge", "importlib", "pluggy"}  # packages that call the plugin
 
 
 def hook_mistake(module: ModuleType) -> str | None:
@@ -78,23 +77,6 @@ def _without_hooks(module: ModuleType) -> str:
         f"it has no hook; mark a function named {_NAMES.replace(', ', ' or ')} with @hookimpl, or, if it is "
         "not a plugin, begin the file's name with `_`"
     )
-
-
-def failure(error: BaseException) -> str:
-    """Describe the error that loading a plugin raised, with the line of the plugin and the remedy."""
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if not isinstance(error, SyntaxError):  # its message already has the line
-        what += _line_in_plugin(error)
-    if isinstance(error, ModuleNotFoundError):
-        what += "; install it into the environment of streambridge, or correct its name"
-    return what
-
-
-def _line_in_plugin(error: BaseException) -> str:
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LOADERS:
-            return f" ({Path(frame.f_code.co_filename).name}, line {line})"
-    return ""
 
 
 def line_of(function: Any) -> str:

@@ -373,7 +373,8 @@ class Service:
             audit.record("reload", "failed", why=str(error))
         else:
             self._apply(config)
-        notify("READY=1")
+        finally:
+            notify("READY=1")  # else systemd waits, and then kills the service
 
     def _apply(self, config: Config) -> None:
         """Apply the settings that a reload can change, and log those that it cannot."""

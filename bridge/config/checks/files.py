@@ -21,6 +21,7 @@ from bridge.access.tokens import CREATE as CREATE_TOKENS
 from bridge.access.tokens import read_tokens
 from bridge.access.users import CREATE as CREATE_USERS
 from bridge.access.users import read_users
+from bridge.auth.settings import mistakes_of
 from bridge.config.checks.context import CheckContext, Finding, existing, read_only
 from bridge.config.tomlfile import Keys as Place
 from bridge.encryption import Keys
@@ -152,7 +153,7 @@ def audit_log(context: CheckContext) -> Iterator[Finding]:
 def auth_plugins(context: CheckContext) -> Iterator[Finding]:
     """Report what keeps plugins that decide logins from working."""
     for name, options in context.config.auth.plugins.items():
-        for mistake in options.mistakes():
+        for mistake in mistakes_of(options):
             found = re.match("`([a-z_]+)`", mistake)
             keys: Place = ("auth", "plugins", name, *([found[1]] if found else []))
             yield context.error(keys, mistake[len(found[0]) + 2 :] if found else mistake)
