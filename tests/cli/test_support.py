@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from bridge.access.users import hash_password
+from bridge.cli.scrub import Scrubber
 from tests.cli.conftest import streambridge
 from tests.cli.test_run import Service
 
@@ -203,3 +205,39 @@ endpoint = "{endpoint}"
         assert json.dumps(text) in files["config.json"], key
         assert text in files["log.txt"], key
     assert f"configured by {config}" in files["log.txt"]
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "a",
+        "passw",
+        "passw=x ",
+        "a.",
+        "a-",
+        "eyJ-",
+        "a://",
+        "://",
+        "a?",
+        "password",
+        'password="',
+        "Bearer ",
+        "$7$1$",
+    ],
+)
+def test_the_time_to_clean_a_log_grows_with_its_length_alone(tmp_path: Path, piece: str) -> None:
+    """A client chooses its user name, which is in the log: no name may keep the command busy for hours."""
+    scrubber = Scrubber(tmp_path)
+
+    def least(size: int) -> float:
+        text = piece * (size // len(piece))
+        times = []
+        for _ in range(5):
+            began = time.process_time()
+            scrubber.text(text)
+            times.append(time.process_time() - began)
+        return min(times)
+
+    for short, long in ((60, 240), (1_000, 32_000)):
+        grown = long // short
+        assert least(long) < 8 * grown * max(least(short), 1e-4), "eight times what the length explains"
