@@ -237,3 +237,40 @@ def test_the_debian_package_holds_a_gateway_that_works(debs: list[Path], tmp_pat
     config = (unpacked / "etc/streambridge/streambridge.toml").read_text()
     assert 'data_dir = "/var/lib/streambridge"' in config.splitlines()
     assert str(tmp_path) not in script + unit + config
+
+
+def purged(root: Path) -> str:
+    """What the script of the Debian package says at a purge, with its directories below `root`."""
+    script = re.sub(r"(?<![\w>])/(etc|var)/", rf"{root}/\1/", (CHECKOUT / ".ci/debian/postrm").read_text())
+    (root / "bin").mkdir(parents=True)
+    for name, text in {
+        "chown": f'echo "$@" >>{root}/owned',
+        "getent": "exit 2",
+        "deb-systemd-helper": "",
+        "systemctl": "",
+    }.items():
+        (root / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (root / "bin" / name).chmod(0o755)
+    return run("sh", "-c", script, "postrm", "purge", cwd=root, PATH=f"{root / 'bin'}:/usr/bin:/bin")
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_a_purge_keeps_the_encryption_key_as_long_as_it_keeps_encrypted_messages(
+    tmp_path: Path, encrypted: bool
+) -> None:
+    key, keys, log = (
+        tmp_path / part
+        for part in ("etc/streambridge/keys/k", "var/lib/streambridge/keys", "var/log/streambridge")
+    )
+    for directory in (key.parent, keys, log):
+        directory.mkdir(parents=True)
+    key.write_text("key")
+    (log / "audit.jsonl").write_text("{}")
+    (keys.parent / "lock").write_text("")
+    if encrypted:
+        (keys / "1").write_text("")
+    told = purged(tmp_path)
+    assert (key.exists(), log.exists(), keys.exists()) == (encrypted, False, True)
+    assert (f"{tmp_path}/etc/streambridge is kept" in told) is encrypted
+    owned = (tmp_path / "owned").read_text()
+    assert (f"-hR root:root {tmp_path}/etc/streambridge\n" in owned) is encrypted

@@ -126,7 +126,12 @@ def test_an_upgrade_keeps_messages_changes_and_what_is_switched_off_and_a_purge_
     assert machine.run("systemctl", "is-enabled", "streambridge", check=False) == "disabled"
     assert machine.state("ActiveState") == "inactive"
 
+    key = machine.file("/etc/streambridge/keys/encryption.key")  # with no opening key, nothing is encrypted
+    machine.run("install", "-d", "-o", "streambridge", "/etc/streambridge/keys")
+    key.write_text("key")
+    machine.run("install", "-d", "/var/log/streambridge")
     told = machine.run("dpkg", "--purge", "streambridge")
+    assert "the key" not in told
     assert "stored messages and tables are kept in /var/lib/streambridge;" in told
     assert machine.run("getent", "passwd", "streambridge", check=False) == ""
     assert machine.run("getent", "group", "streambridge", check=False) == ""
