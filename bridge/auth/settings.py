@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta, Struct, field
@@ -9,6 +11,8 @@ from msgspec import Meta, Struct, field
 from bridge.plugin.auth import AuthOptions
 from bridge.plugin.failures import failed
 from bridge.settingtypes import Count, Millis
+
+log = logging.getLogger("bridge.auth")
 
 
 class AuthSettings(Struct, frozen=True, kw_only=True):
@@ -33,6 +37,16 @@ class AuthSettings(Struct, frozen=True, kw_only=True):
             for name, options in self.plugins.items()
             for mistake in mistakes_of(options)
         ]
+
+    def files(self) -> list[Path]:
+        """Return the files that decisions depend on, without those of a plugin that fails."""
+        found: list[Path] = []
+        for name, options in self.plugins.items():
+            try:
+                found += map(Path, options.files())
+            except (Exception, SystemExit) as error:
+                log.error("changes of its files are not noticed: %s", failed(error), extra={"plugin": name})
+        return found
 
 
 def mistakes_of(options: AuthOptions) -> list[str]:

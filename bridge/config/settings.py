@@ -231,8 +231,7 @@ def files_of(settings: object) -> Iterator[Path]:
     if isinstance(settings, Path):
         yield settings
     elif isinstance(settings, AuthSettings):
-        for options in settings.plugins.values():
-            yield from options.files()
+        yield from settings.files()
     elif isinstance(settings, Struct):
         for field in settings.__struct_fields__:
             yield from files_of(getattr(settings, field))

@@ -21,6 +21,7 @@ from bridge.plugin import discovery
 from bridge.readable import read_regular, unreadable
 
 FRAGMENTS = "conf.d"
+DEEPEST = 100  # levels of tables and lists; far more than any setting has, and far less than Python's stack
 Keys = tuple[str | int, ...]
 
 _PART = r"""(?:[A-Za-z0-9_-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')"""
@@ -163,7 +164,26 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
         what = _SYNTAX_ERROR.sub("", str(error)).replace("Cannot overwrite a value", "a key is set twice")
         what = _NAMES.sub(lambda found: f"`{'.'.join(re.findall(_PART, found[0]))}`".replace("'", ""), what)
         raise _UnreadableError(f"not valid TOML: {what}", line) from error
+    except RecursionError:
+        raise _UnreadableError("not valid TOML: nested too deeply") from None
+    if _nested_deeper(data, DEEPEST):
+        raise _UnreadableError("not valid TOML: nested too deeply")
     return data, _lines(text.replace("\r\n", "\n"))
+
+
+def _nested_deeper(data: dict[str, Any], levels: int) -> bool:
+    """Return whether tables and lists are nested in more than so many levels."""
+    level: list[Any] = [data]
+    for _ in range(levels):
+        level = [
+            part
+            for whole in level
+            for part in (whole.values() if isinstance(whole, dict) else whole)
+            if isinstance(part, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _merge(into: dict[str, Any], data: dict[str, Any], keys: Keys, forget: Callable[[Keys], None]) -> None:

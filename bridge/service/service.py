@@ -157,11 +157,12 @@ class Service:
         self._healing: set[str] = set()
         self._refused: dict[str, int] = {}
         self._signalled = False
+        self._failed = False  # by an internal error
         self._mistakes: list[str] = []  # of the current reload, for the audit log
         self._steps = 0  # steps of the wall clock that are in the audit log
 
     async def run(self) -> None:
-        """Start, report ready, and stop on a signal."""
+        """Start, report ready, and stop on a signal. Raises StreamBridgeError after an internal error."""
         loop = asyncio.get_running_loop()
         config = self._config
         registry = discovery.load(config.export.plugin_dirs)
@@ -276,6 +277,8 @@ class Service:
                 task.cancel()
         if not (unsynced or front_end.failed):
             log.info("stopped; everything acknowledged is stored")
+        if self._failed:
+            raise StreamBridgeError("stopped after an internal error; the log has it")
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
@@ -287,6 +290,7 @@ class Service:
         self._pending.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.critical("internal error, stopping: %r", error, exc_info=error)
+            self._failed = True
             self._stop.set()
 
     def _on_stop_signal(self) -> None:
@@ -368,11 +372,12 @@ class Service:
         notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
             config = configuration.load(Path(path), lambda: self._manager.registry.exporters)
+            self._apply(config)
         except (ConfigError, OSError) as error:
             log.error("reload failed, the old configuration stays: %s", error, extra=logs.ANSWER)
             audit.record("reload", "failed", why=str(error))
-        else:
-            self._apply(config)
+        except Exception as error:
+            self._not_applied(path, error)
         finally:
             notify("READY=1")  # else systemd waits, and then kills the service
 
@@ -401,7 +406,19 @@ class Service:
         if self._config.path is not None:
             yield from tomlfile.files_at(Path(self._config.path))
 
+    def _not_applied(self, what: object, error: Exception) -> None:
+        """Report an internal error while files are read again: what runs goes on as it is."""
+        log.critical("%s: changed, but not applied: internal error: %r", what, error, exc_info=error)
+        audit.record("reload", "failed", why=f"internal error: {error!r}")
+        self._mistakes.clear()
+
     def _files_changed(self, paths: list[Path]) -> None:
+        try:
+            self._apply_changed(paths)
+        except Exception as error:
+            self._not_applied(", ".join(map(str, paths)), error)
+
+    def _apply_changed(self, paths: list[Path]) -> None:
         """Apply changed files. Of the configuration, only the rules, roles and users apply now."""
         config, names = self._applied, ", ".join(map(str, paths))
         own = () if config.path is None else tuple(tomlfile.files_at(Path(config.path)))
@@ -430,7 +447,9 @@ class Service:
             self._front_end.reload(config.mqtt, config.upstream)
             self._greengrass.reload()
             self._applied = config
-        except (ConfigError, OSError) as error:
+        except Exception as error:
+            if not isinstance(error, (ConfigError, OSError)):
+                log.critical("internal error: %r", error, exc_info=error)
             kept = "the old listeners, users, rules, certificates, upstreams and plugins stay"
             log.error("reload of [mqtt] failed, %s: %s", kept, error, extra=logs.ANSWER)
             self._auth.reload(self._applied.auth)

@@ -134,3 +134,52 @@ def test_a_login_plugin_that_fails_on_a_changed_file_is_reported_and_the_service
     check = streambridge("check", "-c", tmp_path / "bridge.toml")
     assert "auth.plugins.logins: the plugin failed: IndexError" in check.stdout
     assert service.stop() == 0
+
+
+WATCHED = """
+    from bridge import AuthOptions, hookimpl
+
+    class Stop(BaseException):
+        pass
+
+    class Options(AuthOptions, frozen=True, kw_only=True):
+        file: str
+
+        def files(self):
+            return [self.file]
+
+        def mistakes(self):
+            if not open(self.file).read():
+                raise Stop
+            return []
+
+    @hookimpl
+    def authenticate(login, options):
+        return None
+"""
+
+
+def test_a_service_that_an_internal_error_ends_says_so_in_its_exit_code(
+    tmp_path: Path, services: list[Service]
+) -> None:
+    """A plugin provokes the error: it raises what nothing may catch."""
+    drop_in(tmp_path, "logins", WATCHED)
+    keys = tmp_path / "keys"
+    keys.write_text("a")
+    service = Service(tmp_path, f'{PLUGINS}[auth.plugins.logins]\nfile = "{keys}"\n')
+    services.append(service)
+    keys.write_text("")
+    assert service.process.wait(timeout=60) == 1
+    assert "internal error, stopping: Stop" in service.log.read_text()
+
+
+def test_a_login_plugin_that_cannot_name_its_files_keeps_nobody_out(
+    tmp_path: Path, services: list[Service]
+) -> None:
+    drop_in(tmp_path, "logins", WATCHED.replace("[self.file]", "{}[self.file]"))
+    keys = tmp_path / "keys"
+    keys.write_text("a")
+    service = Service(tmp_path, f'{PLUGINS}[auth.plugins.logins]\nfile = "{keys}"\n')
+    services.append(service)
+    assert service.logged("changes of its files are not noticed: the plugin failed: KeyError")
+    assert service.stop() == 0

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.testbed.certificates import Authority
 from bridge.access.users import hash_password
 from bridge.mqtt.wire.packets import V5
+from tests.cli.conftest import streambridge
 from tests.http.conftest import Service, eventually
 from tests.mqtt.harness import connect, publish
 
@@ -117,3 +118,19 @@ def test_changed_rules_hold_without_a_signal_and_all_else_waits_for_it(
     assert not publishes(service, "open/a")
     service.process.send_signal(signal.SIGHUP)
     eventually(lambda: service.logged("msg=reloaded"))
+
+
+@pytest.mark.parametrize("nested", ["a = " + "[" * 1200 + "]" * 1200, "[" + ".".join("a" * 3000) + "]"])
+def test_a_configuration_that_is_nested_too_deeply_changes_nothing(
+    service: Service, tmp_path: Path, nested: str
+) -> None:
+    config = tmp_path / "bridge.toml"
+    config.write_text(f"{config.read_text()}\n{nested}\n")
+    eventually(
+        lambda: service.logged("changed, but not applied: .*bridge.toml: not valid TOML: nested too deeply")
+    )
+    service.process.send_signal(signal.SIGHUP)
+    eventually(lambda: service.logged("reload failed.*nested too deeply"))
+    assert log_in(service, "ann", b"a") == 0
+    check = streambridge("check", "-c", config)
+    assert (check.returncode, "nested too deeply" in check.stdout) == (78, True)
