@@ -15,6 +15,7 @@ as text if possible.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -42,7 +43,8 @@ ROWS = 500
 CHARTS = 6
 MESSAGES = 50
 LOOKED_THROUGH = 5_000  # messages that are searched for a topic filter
-ROOM = 1024 * 1024  # bytes of messages that are read for one document
+ROOM = 1024 * 1024  # bytes of messages that are read at a time
+READS = 50  # of a stream with large messages for one document, and as many again for its newest
 SHOWN = 500  # bytes of a payload
 TEXT = 1_000  # characters of a parameter
 
@@ -188,24 +190,32 @@ class Documents:
         end = stream.next_sequence
         looked = MESSAGES if topic is None else LOOKED_THROUGH
         start = max(after + 1, end - looked, 0)
-        messages: list[StreamMessage] = []
-        if start < end:
+        left = max(0, start - after - 1) if after >= 0 else 0
+        newest: deque[StreamMessage] = deque(maxlen=MESSAGES)
+        at = start
+        for number in range(2 * READS):
+            if number == READS and at < end - MESSAGES:  # the messages are large: the newest come first
+                left += end - MESSAGES - at
+                at = end - MESSAGES
             options = ReadMessagesOptions(
-                desired_start_sequence_number=start, max_message_count=looked, topic=topic
+                desired_start_sequence_number=at, max_message_count=looked, topic=topic
             )
             read = Read(stream_name=name, read_messages_options=options)
             try:
-                result = await self._operations.call("readMessages", read, caller, room=ROOM)
-                assert isinstance(result, Found)
-                messages = result.messages
+                result = at < end and await self._operations.call("readMessages", read, caller, room=ROOM)
             except NotEnoughMessages:
-                pass
-        found = {
-            "messages": [_tailed(message) for message in messages[-MESSAGES:]],
-            "newest": end - 1,
-            "left": max(0, len(messages) - MESSAGES) + (max(0, start - after - 1) if after >= 0 else 0),
+                break
+            if not isinstance(result, Found) or not result.messages:
+                break
+            left += max(0, len(newest) + len(result.messages) - MESSAGES)
+            newest.extend(result.messages)
+            at = newest[-1].sequence_number + 1
+        document = {
+            "messages": [_tailed(message) for message in newest],
+            "newest": max(end, at) - 1,
+            "left": left,
         }
-        return msgspec.json.encode(found)
+        return msgspec.json.encode(document)
 
     async def clients(self, request: HttpRequest, query: dict[str, str]) -> bytes:
         order = query.get("sort", "queued")

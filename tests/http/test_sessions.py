@@ -121,6 +121,16 @@ def test_who_logs_in_again_and_again_logs_out_nobody_else(service: Service, user
     assert [user(one) for one in (ann, eve[3], eve[4])] == ["ann", None, "eve"]
 
 
+def test_the_newest_messages_are_shown_however_large_they_and_those_before_them_are(service: Service) -> None:
+    service.publish(*(("sensors/1", b"%02d" % n + b"\xff" * 50_000) for n in range(60)))
+    for wanted in ("", "&topic=sensors/1"):
+        found = service.json(f"/tail.json?name=sensors{wanted}")
+        assert [one["number"] for one in found["messages"]] == list(range(10, 60)), wanted
+        assert (found["newest"], found["left"]) == (59, 10 if wanted else 0)
+    found = service.json("/tail.json?name=sensors&after=4")
+    assert ([one["number"] for one in found["messages"]][:1], found["left"]) == ([10], 5)
+
+
 def test_messages_are_read_from_the_newest_and_shortened(service: Service) -> None:
     service.publish(*[(f"sensors/{n % 2}", f"{n} ".encode() * 1000) for n in range(120)])
     found = service.json("/tail.json?name=sensors")
