@@ -401,6 +401,19 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
             listener=listener,
         )
 
+    def rules_lost_in(self, other: MqttConfig) -> list[str]:
+        """The keys of rules and roles that are here, and of which none is left in others.
+
+        Without rules everybody may do everything, so an emptied or half-written file would open the gateway.
+        """
+        lost = [f"mqtt.{key}" for key in ("acl", "role") if getattr(self, key) and not getattr(other, key)]
+        named = {one.name: one for one in other.listener}
+        for one in self.listener:
+            fresh = named.get(one.name, one).acl
+            if one.acl and not (other.acl if fresh is None else fresh):
+                lost.append(f"mqtt.listener.{one.name}.acl")
+        return lost
+
     def listeners(self) -> list[ListenerSettings]:
         """All listeners, complete: that of [mqtt] first, and the others by their order."""
         return [self._listener(None), *map(self._listener, self.listener)]

@@ -429,7 +429,18 @@ class Service:
                 log.error("changed, but not applied: %s", error, extra=logs.ANSWER)
                 audit.record("reload", "failed", why=str(error))
                 return
-            config = msgspec.structs.replace(config, mqtt=config.mqtt.with_rules_of(fresh.mqtt))
+            if lost := config.mqtt.rules_lost_in(fresh.mqtt):
+                log.error(
+                    "changed: %s; not applied, because nothing is left of %s; reload the service to apply it",
+                    names,
+                    " and ".join(lost),
+                    extra=logs.ANSWER,
+                )
+                audit.record("reload", "failed", why=f"nothing is left of {' and '.join(lost)}")
+                if all(path in own for path in paths):
+                    return
+            else:
+                config = msgspec.structs.replace(config, mqtt=config.mqtt.with_rules_of(fresh.mqtt))
             if config == self._applied and all(path in own for path in paths):
                 log.info("changed: %s; reload the service to apply it", names, extra=logs.ANSWER)
                 return

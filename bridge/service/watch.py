@@ -1,8 +1,9 @@
 """Notices changed files without a signal: users, access keys, tokens, certificates, revocation lists, rules.
 
 The files are those that the configuration names, and the configuration itself. From the configuration, only
-the rules, roles and users apply, because revoking a right must not wait. Streams, listeners and everything
-else apply on SIGHUP.
+the rules, roles and users apply, because revoking a right must not wait. That the last rule or role is gone
+applies only on SIGHUP, because without rules everything is allowed. Streams, listeners and everything else
+apply on SIGHUP.
 
 Every `interval`, a thread checks the modification time, size and inode of each file. It is a thread because a
 disk that hangs must not block the event loop, and an idle loop need not wake for this. A change counts once a

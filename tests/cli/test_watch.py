@@ -134,3 +134,25 @@ def test_a_configuration_that_is_nested_too_deeply_changes_nothing(
     assert log_in(service, "ann", b"a") == 0
     check = streambridge("check", "-c", config)
     assert (check.returncode, "nested too deeply" in check.stdout) == (78, True)
+
+
+@pytest.mark.parametrize("left", [0, 60])
+def test_an_emptied_or_cut_configuration_opens_nothing_until_a_reload(
+    service: Service, tmp_path: Path, left: int
+) -> None:
+    config = tmp_path / "bridge.toml"
+    open_to_all = config.read_text()
+    ruled = open_to_all + '[[mqtt.role]]\nname = "reader"\n[[mqtt.acl]]\npublish = ["open/#"]\n'
+    config.write_text(ruled)
+    eventually(lambda: not publishes(service, "secret/a"))
+    config.write_text(open_to_all[: open_to_all.index("[mqtt]")] if left else "")
+    eventually(
+        lambda: service.logged("nothing is left of mqtt.acl and mqtt.role; reload the service to apply it")
+    )
+    assert not publishes(service, "secret/a")
+    (tmp_path / "users").write_text(ANN + BOB)
+    eventually(lambda: log_in(service, "bob", b"b") == 0)
+    assert not publishes(service, "secret/a")
+    config.write_text(open_to_all)
+    service.process.send_signal(signal.SIGHUP)
+    eventually(lambda: publishes(service, "secret/a"))
