@@ -23,6 +23,7 @@ from bridge.config.tomlstruct import snake
 REMOVED = "<removed>"
 SHORTEST = 6  # characters of a secret that is searched for in texts; shorter ones may be ordinary words
 CONFIG = "STREAMBRIDGE_CONFIG"  # names a file, so its value is not secret
+CREDENTIALS = "/run/credentials/streambridge.service"  # where systemd has the credentials of the unit
 MOST = 1024 * 1024  # bytes that are read of a secret file
 
 # The values of these keys are names and choices. `user` is the one in a rule.
@@ -41,11 +42,20 @@ _QUANTITY = re.compile(r"\d+(\.\d+)? ?[A-Za-z]{1,3}")
 _HOST = re.compile(r"[\w-]+(\.[\w-]+)+")
 _ADDRESS = re.compile(r"[\w.:\[\]-]*:\d+")
 _ROOT = Path("/")
+_VARIABLE = re.compile(r"\$\{(STREAMBRIDGE_[A-Z0-9_]+|CREDENTIALS_DIRECTORY)\}")
+_FILE_SETTING = re.compile(r"(?<![\w-])(\w*_file|key)[ \t]*=[ \t]*(\"[^\"\n]*\"|'[^'\n]*')")
+# A word that names a secret, and a quote behind it; not a file, and not the table of a configuration.
+_TELLING = (
+    r"(?<![\w.-])(?=[\w.-]*(?:passw|passphrase|secret|token|credential|api[_-]?key|access[_-]?key"
+    r"|authorization|cookie|signature|(?<![a-z])(?:pass|pwd)(?![a-z])))"
+    r"(?![\w.-]*(?:_file\b|credentials\.iot\b))[\w.-]++[\"']?"
+)
 # A client chooses texts in the log, such as its user name. So each pattern looks at a word only from its
 # beginning, and its repetitions are possessive: the time grows with the length of a text, not with its power.
 _TEXTS = (
     (re.compile(r"-----BEGIN [^-]+-----.*?(-----END [^-]+-----|\Z)", re.DOTALL), REMOVED),
-    (re.compile(r"((?<!\w)\w+://)[^/\s@'\"]+@"), rf"\1{REMOVED}@"),
+    # Up to the last `@`, because a password may have a `/`; bounded, or many URLs in a row take a long time.
+    (re.compile(r"((?<!\w)\w+://)[^\s'\"]{1,1000}@"), rf"\1{REMOVED}@"),
     (re.compile(r"((?<!\w)\w+://[^\s'\"/?#]+)[/?#][^\s'\"]*"), rf"\1/{REMOVED}"),
     (re.compile(r"([?&][\w.-]+=)[^&\s'\"]+"), rf"\1{REMOVED}"),
     (re.compile(r"\b(Bearer|Basic|Digest|AWS4-HMAC-SHA256)\s+\S+", re.IGNORECASE), rf"\1 {REMOVED}"),
@@ -54,11 +64,15 @@ _TEXTS = (
     (re.compile(r"\$7\$\d+\$[A-Za-z0-9+/=]+\$[A-Za-z0-9+/=]+"), REMOVED),
     (
         re.compile(
-            r"((?<![\w.-])(?=[\w.-]*(?:passw|secret|token|credential|api[_-]?key|authorization|cookie))"
-            r"(?![\w.-]*_file\b)[\w.-]++"
-            r"[\"']?\s*+[=:]\s*+)(\"(?:[^\"\\]|\\.)*+\"|'(?:[^'\\]|\\.)*+'|[^\s,;]++)",
+            rf"({_TELLING}\s*+(?:=|:\s*+(?=[\"']))\s*+)"
+            r"(\"(?:[^\"\\]|\\.)*+\"|'(?:[^'\\]|\\.)*+'|[^\s\"]++)",
             re.IGNORECASE,
         ),
+        rf"\1{REMOVED}",
+    ),
+    # `password: a few words`: to the end of the line, because nothing else says where the words end.
+    (
+        re.compile(rf"({_TELLING}[^\S\n]*+:[^\S\n]*+)(?!{REMOVED})[^\n\"]++", re.IGNORECASE),
         rf"\1{REMOVED}",
     ),
 )  # fmt: skip
@@ -137,11 +151,16 @@ class Scrubber:
 
     def _url(self, value: str) -> str:
         """Return scheme, host and port of a URL. Only its other parts are removed from texts."""
+        scheme, _, rest = value.partition("://")
+        before, _, behind = rest.rpartition("@")
+        if set(before) & set("/?#"):  # a password with such a character; `urlsplit` takes it for the path
+            self.learn("\n".join((before, *re.split("[/?#:&=@]", before))))
+            value = f"{scheme}://{behind}"
         try:
             parts = urlsplit(value)
             port = f":{parts.port}" if parts.port is not None else ""
         except ValueError:
-            return REMOVED
+            return self._removed(value)
         for part in (parts.username, parts.password, parts.query, parts.fragment, *parts.path.split("/")):
             self.learn(part or "")
         rest = f"/{REMOVED}" if parts.path.strip("/") or parts.query or parts.fragment else ""
@@ -175,7 +194,23 @@ def secret_files(document: Mapping[str, Any], base: Path) -> Iterable[Path]:
                     yield from secret_files(one, base)
         elif isinstance(value, str) and (snake(key).endswith("_file") or key == "key"):
             try:
-                if (path := base / Path(value).expanduser()).is_file():
+                if (path := base / Path(_expanded(value)).expanduser()).is_file():
                     yield path
             except (OSError, ValueError, RuntimeError):
                 continue
+
+
+def secret_files_in(text: str, base: Path) -> Iterable[Path]:
+    """Yield the same files of the text of a configuration that need not be valid TOML."""
+    for key, value in _FILE_SETTING.findall(text):
+        yield from secret_files({key: value[1:-1]}, base)
+
+
+def _expanded(text: str) -> str:
+    """Replace the variables of a path; outside the unit, that of the credentials has its usual value."""
+
+    def value(found: re.Match[str]) -> str:
+        usual = CREDENTIALS if found[1] == "CREDENTIALS_DIRECTORY" else found[0]
+        return os.environ.get(found[1], usual)
+
+    return _VARIABLE.sub(value, text)

@@ -36,7 +36,7 @@ from bridge.cli import output
 from bridge.cli.lookup import describe_stream
 from bridge.cli.operate import statuses
 from bridge.cli.options import ConfigOption, data_directory
-from bridge.cli.scrub import Scrubber, secret_files
+from bridge.cli.scrub import Scrubber, secret_files, secret_files_in
 from bridge.config import tomlfile
 from bridge.config.settings import DEFAULT_CONFIG, Config, understand
 from bridge.errors import StreamBridgeError
@@ -107,10 +107,13 @@ def _files(config: Path, lines: int, *, check_messages: bool) -> dict[str, str]:
     problem = ""
     try:
         read = tomlfile.read(config)
-        document, settings = read.data, understand(read, dict)[0]
+        document = read.data
+        settings = understand(read, dict)[0]
     except Exception as error:
         problem = f"{config}: {error}\n"
-    for secret in (base / ENVIRONMENT, *secret_files(document, base)):
+    # From the texts too, because of a file that is not valid TOML nothing is in the document.
+    texts = "\n".join(map(_text_of, tomlfile.files_at(config)))
+    for secret in (base / ENVIRONMENT, *secret_files(document, base), *secret_files_in(texts, base)):
         scrubber.learn_file(secret)
     cleaned = scrubber.settings(document)
     data_dir = settings.gateway.data_dir
@@ -154,6 +157,13 @@ def _files(config: Path, lines: int, *, check_messages: bool) -> dict[str, str]:
         name: value if isinstance(value, str) else json.dumps(value, indent=2, default=str) + "\n"
         for name, value in cleaned_parts
     }
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _versions(data_dir: Path) -> dict[str, Any]:

@@ -39,6 +39,15 @@ SECRETS = {
     "client": "request-client-secret-24",
     "environment file": "environment-of-the-unit-25",
     "firehose": "secret-of-a-firehose-key-26",
+    "credential": "credential-of-the-unit-27",
+    "url password with a slash": "1234/hunter-tail-28",
+    "words": "correct horse battery staple 29",
+    "pwd": "pwd-in-the-log-30",
+    "pass": "pass-in-the-log-31",
+    "passphrase": "passphrase-in-the-log-32",
+    "shared access key": "c2hhcmVkLWtleQ33==",
+    "unquoted": "with,comma;and-more-34",
+    "logged url": "hunter/tail-of-the-log-35",
 }
 CONFIG = """
 # the old password was {comment}
@@ -75,7 +84,11 @@ disabled = true
 url = "mqtt://127.0.0.1:1"
 topic = "up/{{topic}}"
 username = "{misplaced}"
-password_file = "bearer"
+password_file = "${{CREDENTIALS_DIRECTORY}}/mqtt"
+[[streams.sensors.export.http]]
+identifier = "slash"
+disabled = true
+uri = "https://user:{url password with a slash}@host.example/in"
 """
 
 
@@ -129,12 +142,25 @@ def test_no_secret_is_in_the_archive_and_what_helps_is(installed: Path, tmp_path
         f"GET https://h.example/a?client_secret={SECRETS['client']} failed",
         f"the header was {SECRETS['header']}, the user {SECRETS['broker user']}",
         f"env {SECRETS['environment']} bearer {SECRETS['bearer']} token {SECRETS['greengrass']}",
-        f"it was {SECRETS['environment file']} or {SECRETS['firehose']}",
+        f"it was {SECRETS['environment file']} or {SECRETS['firehose']}, or {SECRETS['credential']}",
+        f"cannot log in with password: {SECRETS['words']}",
+        f"pwd={SECRETS['pwd']} db.pass={SECRETS['pass']} passphrase={SECRETS['passphrase']} n=1",
+        f"Endpoint=sb://h.example;SharedAccessKey={SECRETS['shared access key']}",
+        f"password={SECRETS['unquoted']}",
+        f"mqtt://user:{SECRETS['logged url']}@h.example:1883 failed, bypass: 3 passed: 4",
         key,
         "export web of sensors: no route to host",
     )
     path = journal(tmp_path / "bin", *lines)
-    files = bundle(installed, tmp_path / "a.tar.gz", PATH=path, STREAMBRIDGE_X=SECRETS["environment"])
+    (tmp_path / "unit").mkdir()
+    (tmp_path / "unit" / "mqtt").write_text(SECRETS["credential"])
+    files = bundle(
+        installed,
+        tmp_path / "a.tar.gz",
+        PATH=path,
+        STREAMBRIDGE_X=SECRETS["environment"],
+        CREDENTIALS_DIRECTORY=str(tmp_path / "unit"),
+    )
     hashed = (tmp_path / "users").read_text().strip().rpartition(":")[2]
     for name, text in files.items():
         for what, secret in {**SECRETS, "hash": hashed}.items():
@@ -142,21 +168,29 @@ def test_no_secret_is_in_the_archive_and_what_helps_is(installed: Path, tmp_path
     assert json.loads(files["versions.json"])["packages"]["msgspec"]
     config: dict[str, Any] = json.loads(files["config.json"])
     assert config["gateway"]["data_dir"] == "data"
-    (web,) = config["streams"]["sensors"]["export"]["http"]
+    web, slash = config["streams"]["sensors"]["export"]["http"]
+    assert slash["uri"] == "https://host.example/<removed>"
     assert (web["identifier"], web["uri"]) == ("web", "https://host.example:8443/<removed>")
     (stream,) = json.loads(files["streams.json"])["streams"]
     assert (stream["messages"], stream["definition"]["topics"]) == (1, ["sensors/#"])
-    assert len(stream["exportStatuses"]) == 2
+    assert len(stream["exportStatuses"]) == 3
     assert files["verify.txt"].startswith("sensors: 1 messages")
     assert "no route to host" in files["log.txt"]
+    assert "@h.example:1883 failed, bypass: 3 passed: 4" in files["log.txt"]
     assert "exit code" in files["check.txt"]
 
 
 def test_an_archive_is_made_of_a_broken_installation_and_overwrites_nothing(tmp_path: Path) -> None:
     config = tmp_path / "broken.toml"
-    config.write_text(f'[mqtt]\npasword = "{SECRETS["unknown key"]}"\n[gateway\n')
-    files = bundle(config, tmp_path / "a.tar.gz", PATH=journal(tmp_path / "bin", "x"))
-    assert all(SECRETS["unknown key"] not in text for text in files.values())
+    token = tmp_path / "token"
+    token.write_text(SECRETS["greengrass"])
+    config.write_text(
+        f'[greengrass]\ntoken_file = "{token}"\n[mqtt]\npasword = "{SECRETS["unknown key"]}"\n[gateway\n'
+    )
+    path = journal(tmp_path / "bin", f"refused {SECRETS['greengrass']}")
+    files = bundle(config, tmp_path / "a.tar.gz", PATH=path)
+    for secret in (SECRETS["unknown key"], SECRETS["greengrass"]):
+        assert all(secret not in text for text in files.values())
     assert "broken.toml" in files["config.json"] + files["check.txt"]
     again = streambridge("support", "-c", config, "--output", tmp_path / "a.tar.gz")
     assert (again.returncode, "exists" in again.stderr) == (1, True)
