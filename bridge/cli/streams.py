@@ -61,8 +61,10 @@ TopicOption = Annotated[
 
 
 @app.callback()
-def _queries() -> None:
-    output.behave_in_pipes()
+def _queries(context: typer.Context) -> None:
+    # The others also write to the service, and must say so if it ends meanwhile.
+    if context.invoked_subcommand in ("list", "describe", "read", "tail"):
+        output.behave_in_pipes()
 
 
 @app.command("list")
