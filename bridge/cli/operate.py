@@ -73,22 +73,29 @@ def operate(target: Target, operation: str, **fields: Any) -> dict[str, Any]:
             raw = control.ask(operation, body)
     else:
         raw = asyncio.run(_here(target, operation, body))
+    return _result(target.data_dir, raw, fields)
+
+
+def _result(data_dir: Path, raw: bytes, fields: dict[str, Any]) -> dict[str, Any]:
     reply = cbor.decode_map(raw, most=len(raw))  # it is ours, so it may have any number of items
     if reply["status"]:
         error = _error(reply)
         if isinstance(error, StreamNotFound):
-            find(target.data_dir, str(fields["name"]))  # its error lists the streams
+            find(data_dir, str(fields["name"]))  # its error lists the streams
         raise error
     return reply
 
 
 def statuses(data_dir: Path, name: str) -> list[ExportStatus] | None:
-    """Return the statuses of a stream's exports from the running service; None if it is stopped."""
+    """Return the statuses of a stream's exports from the service; None if it is stopped or starting."""
     if not (data_dir / SOCKET).is_socket() or not is_running(data_dir):
         return None
-    info = operate(Target(data_dir, [], Keys(data_dir)), "describeMessageStream", name=name)[
-        "messageStreamInfo"
-    ]
+    control = Control.connect(data_dir)
+    if control is None:  # it is starting, and the socket is one that a killed service has left
+        return None
+    with control:
+        raw = control.ask("describeMessageStream", cbor2.dumps({"name": name}))
+    info = _result(data_dir, raw, {"name": name})["messageStreamInfo"]
     return msgspec.convert(info["exportStatuses"], list[ExportStatus])
 
 
