@@ -148,11 +148,14 @@ def _split(host: str, port: int | None) -> SplitResult:
     else:
         bracketed = f"[{host}]" if ":" in host else host
         text = f"mqtt://{bracketed}" + ("" if port is None else f":{port}")
-    url = urlsplit(text)
+    try:
+        url = urlsplit(text)
+    except ValueError:  # a bracket is missing
+        raise ValidationException(f"{host!r} is not an address; give a host or a URL") from None
     try:
         whole = url.hostname and not (url.path.strip("/") or url.query or url.fragment or url.username)
-        whole = whole and url.port != 0
-    except ValueError:  # the port is not a number
+        whole = whole and url.port != 0 and bool(str(url.hostname).encode("idna"))
+    except ValueError:  # the port is not a number, or the host no name
         whole = False
     if url.scheme not in PORTS or not whole:
         known = ", ".join(f"{scheme}://host:{default}" for scheme, default in PORTS.items())
@@ -168,6 +171,7 @@ class AsyncStreamManagerClient(_Client, Operations):
     """
 
     _made: Link | None = None
+    _making: asyncio.Task[None] | None = None
     _closed = False
 
     @property
@@ -183,8 +187,21 @@ class AsyncStreamManagerClient(_Client, Operations):
         Raises ConnectionError if nothing answers, ConnectFailedException if the service refuses.
         """
         if self._made is None and not self._closed:
-            self._made = await asyncio.to_thread(self._address.connect)
+            if self._making is None:
+                self._making = asyncio.create_task(self._make())
+                self._making.add_done_callback(self._has_tried)
+            # One attempt for all that wait. It goes on if one of them is cancelled, so that `close` finds the
+            # connection: nothing stops the thread that makes it.
+            await asyncio.shield(self._making)
         return self
+
+    async def _make(self) -> None:
+        self._made = await asyncio.to_thread(self._address.connect)
+
+    def _has_tried(self, making: asyncio.Task[None]) -> None:
+        self._making = None
+        if not making.cancelled():
+            making.exception()  # else asyncio logs it if nobody waits any more
 
     async def __aenter__(self) -> Self:
         return await self.connect()
@@ -200,6 +217,8 @@ class AsyncStreamManagerClient(_Client, Operations):
     async def close(self) -> None:
         """Disconnect; pending calls fail, and the client cannot be used again."""
         self._closed = True
+        if self._making is not None:
+            await asyncio.wait({self._making})
         if self._made is not None:
             await asyncio.to_thread(self._made.close)
 

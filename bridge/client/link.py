@@ -162,11 +162,10 @@ class Link(ABC):
         """Complete the request that these bytes reply to."""
         try:
             reply = cbor2.loads(data)
-            request_id = reply["requestId"]
-        except (ValueError, KeyError, TypeError, EOFError) as error:
+            with self._lock:
+                request = self._pending.get(reply["requestId"])
+        except Exception as error:  # whatever another client sends here must not end the transport's thread
             self._log.error("a malformed reply: %r", error)
             return
-        with self._lock:
-            request = self._pending.get(request_id)
         if request is not None:
             request.done(reply)

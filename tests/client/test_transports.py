@@ -8,9 +8,11 @@ import inspect
 import logging
 import socket
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import cbor2
 import pytest
 
 import bridge.client
@@ -33,9 +35,11 @@ from bridge.client import (
     UnknownOperationException,
     ValidationException,
 )
+from bridge.mqtt.wire.packets import V5
 from tests.client.conftest import Broker, Line
 from tests.greengrass import test_guide
 from tests.greengrass.harness import Server
+from tests.mqtt.harness import publish
 
 NEW = {"strategy_on_full": StrategyOnFull.RejectNewData}
 FAST = (0.05, 0.2)
@@ -210,6 +214,78 @@ def test_a_service_that_is_absent_or_speaks_otherwise_is_an_error_at_once() -> N
             StreamManagerClient(address, connect_timeout=0.2)
     with pytest.raises(ConnectionError, match="cannot connect"):
         StreamManagerClient(address)
+
+
+@pytest.mark.parametrize("host", ["a" * 70 + ".example", "a..example", "[::1"])
+@pytest.mark.parametrize("scheme", ["", "mqtt://", "streammanager://"])
+def test_a_host_that_is_none_is_an_address_that_is_none(scheme: str, host: str) -> None:
+    with pytest.raises(ValidationException, match="is not an address"):
+        StreamManagerClient(f"{scheme}{host}")
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [b"\xa1irequestId\x80", b"\x81" * 100_000 + b"\1", b"\xc0ax", b"\xbf\xff", b"\x01", b""],
+    ids=["list", "nested", "tag", "empty", "number", "nothing"],
+)
+def test_whatever_comes_as_a_reply_the_connection_stays(reply: bytes) -> None:
+    """A broker that lets strangers publish replies sends one, and then the right one."""
+
+    def serve(listener: socket.socket) -> None:
+        line, _ = listener.accept()
+        with line:
+            line.recv(1000)
+            line.sendall(b"\x20\3\0\0\0")
+            line.sendall(b"\x90\4" + line.recv(1000)[2:4] + b"\0\0")
+            line.sendall(publish("streambridge/victim/x/reply", reply, level=V5))
+            request = line.recv(1000)
+            request_id = cbor2.loads(request[request.index(b"\xa1") :])["requestId"]
+            found = cbor2.dumps({"requestId": request_id, "status": 0, "streams": ["s"]})
+            line.sendall(publish("streambridge/victim/listStreams/reply", found, level=V5))
+            line.recv(1000)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = threading.Thread(target=serve, args=(listener,))
+        serving.start()
+        with StreamManagerClient(port=listener.getsockname()[1], client_id="victim") as client:
+            assert client.list_streams() == ["s"]
+        serving.join()
+
+
+def test_the_asyncio_client_leaves_no_connection_behind(server: Server) -> None:
+    address = f"streammanager://127.0.0.1:{server.port}"
+
+    async def together() -> None:
+        client = AsyncStreamManagerClient(address)
+        await asyncio.gather(client.connect(), client.connect())
+        await client.close()
+
+    async def closed_meanwhile() -> None:
+        client = AsyncStreamManagerClient(address)
+        connecting = asyncio.create_task(client.connect())
+        await asyncio.sleep(0)
+        await client.close()
+        await connecting
+
+    async def cancelled() -> None:
+        client = AsyncStreamManagerClient(address)
+        connecting = asyncio.create_task(client.connect())
+        await asyncio.sleep(0)
+        connecting.cancel()
+        await asyncio.wait({connecting})
+        await client.close()
+
+    async def tried_again() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            port = silent.getsockname()[1]
+        client = AsyncStreamManagerClient(f"streammanager://127.0.0.1:{port}")
+        for _ in range(2):
+            with pytest.raises(ConnectionError):
+                await client.connect()
+
+    for work in (together, closed_meanwhile, cancelled, tried_again):
+        asyncio.run(work())
+        server.wait_until(lambda: not server.front.connections, f"no connection is left by {work.__name__}")
 
 
 def test_the_asyncio_client_raises_what_the_other_one_raises(broker: Broker) -> None:
