@@ -159,6 +159,7 @@ class Documents:
         shown = next((stream for stream in state.streams if stream.name == name), None)
         if shown is None:
             raise StreamNotFound(f"there is no stream {name!r}")
+        self._operations.manager.stream(name)  # raises StreamNotFound: the state is a moment old
         definition = self._operations.manager.definitions[name]
         times = await self._observer.times_of(name)
         columns = history.columns("stream", name)
@@ -213,6 +214,7 @@ class Documents:
         document = {
             "messages": [_tailed(message) for message in newest],
             "newest": max(end, at) - 1,
+            "epoch": stream.epoch,
             "left": left,
         }
         return msgspec.json.encode(document)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.testbed.local import free_port
 from bridge.access.users import hash_password
+from bridge.client import MessageStreamDefinition, StrategyOnFull, StreamManagerClient
 from tests.http.chromium import Browser
 from tests.http.conftest import Service
 from tests.http.test_page import row
@@ -255,3 +257,60 @@ def test_streams_that_a_visitor_may_not_read_show_no_messages(
     click(browser, "document.querySelector('#log')")
     log_in(browser, "ann", "ann")
     browser.until("document.querySelector('#tail').innerText.includes('the secret')")
+
+
+def test_a_log_out_that_a_login_in_another_window_has_overtaken_says_that_the_session_lives(
+    page: Browser,
+) -> None:
+    click(page, "document.querySelector('#log')")
+    log_in(page, "ann", "ann")
+    page.until("document.querySelector('#user').innerText === 'Logged in as ann'")
+    body = "JSON.stringify({user: 'bob', password: 'bob'})"
+    options = f"{{method: 'POST', headers: {{'Content-Type': 'application/json'}}, body: {body}}}"
+    page.see(f"fetch('/login', {options}).then((reply) => {{ window.logged = reply.status; }})")
+    page.until("window.logged === 200")
+    click(page, "document.querySelector('#log')")
+    page.until("document.querySelector('#said').innerText.startsWith('Another window has logged in as bob.')")
+    assert "bob" in page.text("#user")
+    click(page, "document.querySelector('#log')")
+    page.until("document.querySelector('#said').innerText === 'Logged out.'")
+    assert page.text("#user") == ""
+
+
+def test_a_page_of_clients_that_have_gone_gives_way_to_the_last_one(service: Service, page: Browser) -> None:
+    with service.device("remains"):
+        page.see("clientsFrom = 300")
+        go(page, "#/clients")
+        page.until(row("clients", "remains"))
+        assert page.text("#clients-text").startswith("1 to ")
+
+
+def test_a_restart_and_a_stream_made_anew_begin_the_lists_again(tmp_path: Path, browser: Browser) -> None:
+    service = Service(tmp_path, "[streams.pumps]\n", listen=f"127.0.0.1:{free_port()}")
+    try:
+        service.publish(*(("streams/pumps", b"old %d" % n) for n in range(3)))
+        browser.open("about:blank")
+        browser.open(f"http://127.0.0.1:{service.port}/#/stream/pumps")
+        browser.until("document.querySelector('#tail').innerText.includes('old 2')")
+        with StreamManagerClient("127.0.0.1", service.mqtt_port) as client:
+            client.delete_message_stream("pumps")
+            again = MessageStreamDefinition("pumps", strategy_on_full=StrategyOnFull.RejectNewData)
+            client.create_message_stream(again)
+            client.append_messages("pumps", [b"new %d" % n for n in range(5)])
+        browser.until("document.querySelector('#tail').innerText.includes('new 4')")
+        assert "old" not in browser.text("#tail")
+        assert "new 0" in browser.text("#tail")
+
+        go(browser, "#/events")
+        browser.until("document.querySelectorAll('#events-list li').length > 0")
+        before = browser.see("events.started")
+        service.process.kill()
+        service.process.wait()
+        service.start()
+        browser.until(f"events.started !== {before} && events.all.length > 0")
+        numbers = browser.see("events.all.map(({ number }) => number)")
+        assert numbers == sorted(set(numbers), reverse=True)
+        assert numbers[-1] == service.json("/events.json")["events"][0]["number"]
+    finally:
+        service.process.kill()
+        service.process.wait()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from bridge.access.users import hash_password
+from bridge.client import StreamManagerClient
 from bridge.http.visitors import MOST
 from tests.http.conftest import Service, eventually
 
@@ -129,6 +130,14 @@ def test_the_newest_messages_are_shown_however_large_they_and_those_before_them_
         assert (found["newest"], found["left"]) == (59, 10 if wanted else 0)
     found = service.json("/tail.json?name=sensors&after=4")
     assert ([one["number"] for one in found["messages"]][:1], found["left"]) == ([10], 5)
+
+
+def test_a_stream_that_was_just_deleted_is_not_found(service: Service) -> None:
+    assert service.json("/stream.json?name=sensors")["topics"]
+    service.json("/status.json")
+    with StreamManagerClient("127.0.0.1", service.mqtt_port, username="ann", password="ann") as client:
+        client.delete_message_stream("sensors")
+    assert service.request("/stream.json?name=sensors")[0] == 404
 
 
 def test_messages_are_read_from_the_newest_and_shortened(service: Service) -> None:

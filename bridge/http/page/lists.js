@@ -7,7 +7,12 @@ let clientsFrom = 0;
 
 async function showClients(now) {
   const { at } = clients.order;
-  const found = await get("/clients.json", { find: clients.find, sort: at === null ? "queued" : ORDERS[at], offset: clientsFrom });
+  const ask = () => get("/clients.json", { find: clients.find, sort: at === null ? "queued" : ORDERS[at], offset: clientsFrom });
+  let found = await ask();
+  if (found.offset && found.offset >= found.found) {  // they have gone: show the last page
+    clientsFrom = Math.max(0, Math.floor((found.found - 1) / 100) * 100);
+    found = await ask();
+  }
   clients.tools.hidden = false;
   clients.show(found.clients.map((c) => ({
     key: JSON.stringify([c.listener, c.id, c.since]), values: [], cells: [
@@ -32,9 +37,10 @@ for (const [id, step] of [["clients-back", -100], ["clients-next", 100]])
 /* Recent events: lines of the log, and what has failed or recovered. */
 const KEPT_EVENTS = 500;
 const HIDDEN = ["time", "level", "logger", "msg", "repeated", "alike"];
-const events = { newest: 0, all: [] };
+const events = { newest: 0, all: [], started: null };
 
-async function learnEvents() {
+async function learnEvents(now) {
+  if (now.started !== events.started) Object.assign(events, { newest: 0, all: [], started: now.started });  // numbers begin again
   const found = await get("/events.json", { after: events.newest || null });
   if (found.newest < events.newest) { Object.assign(events, { newest: 0, all: [] }); return; }
   events.newest = found.newest;

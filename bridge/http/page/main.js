@@ -55,10 +55,10 @@ async function update() {
       if (error.status !== 404) throw error;
       put($("stream-text"), error.message);
     }
-    await learnEvents();
+    await learnEvents(now);
     showEvents($("stream-events"), $("stream-events-empty"), (line) => line.stream === name);
   } else if (view === "clients") await showClients(now);
-  else { await learnEvents(); showAllEvents(); }
+  else { await learnEvents(now); showAllEvents(); }
 }
 
 function showStale(error) {

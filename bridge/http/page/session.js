@@ -53,7 +53,7 @@ $("log").addEventListener("click", async () => {
   if (session.user === null) { logIn("To pause, resume and retry exports."); return; }
   try { await change("/logout", {}); } catch (error) { if (![401, 403].includes(error.status)) { say(error.message); return; } }
   await learn();
-  say("Logged out.");
+  say(session.user === null ? "Logged out." : `Another window has logged in as ${session.user}. Log out again to end that session.`);
 });
 
 /* Carry out an operation on an export, after a login if there was none. */

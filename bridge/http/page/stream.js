@@ -4,7 +4,7 @@ const streamExports = new Table("stream-exports", [...EXPORTS, [""]], { filter: 
 const streamDrops = new Table("stream-drops", [["Where"], ["What"], ["Count", "n"]], { filter: false });
 const streamHour = new Multiples("stream-hour");
 const KEPT_MESSAGES = 200;
-const tail = { stream: null, topic: "", newest: -1, held: false };
+const tail = { stream: null, topic: "", epoch: null, newest: -1, held: false };
 
 function fact(name, text, sub = "") {
   const box = make("div");
@@ -79,7 +79,12 @@ async function followTail(name) {
   }
   if (tail.stream !== name || tail.topic !== topic) return;
   const list = $("tail");
-  if (found.newest < tail.newest) list.replaceChildren();
+  if (tail.newest >= 0 && found.epoch !== tail.epoch) {  // deleted and made anew: its numbers begin again
+    resetTail(name);
+    await followTail(name);
+    return;
+  }
+  tail.epoch = found.epoch;
   tail.newest = found.newest;
   list.prepend(...found.messages.reverse().map(messageItem));
   while (list.children.length > KEPT_MESSAGES) list.lastChild.remove();
