@@ -115,6 +115,7 @@ def _global_options(
 
 def main() -> None:
     """Run the command line and exit."""
+    output.make_usable()
     try:
         app(prog_name="streambridge")
     except (Exception, KeyboardInterrupt) as error:
@@ -130,6 +131,12 @@ def fail(error: BaseException) -> NoReturn:
         sys.exit(
             next((code for kind, code in _CODES.items() if isinstance(error, kind)), output.ExitCode.FAILED)
         )
+    if isinstance(error, RecursionError):
+        _print_error("the input is nested too deeply")
+        sys.exit(output.ExitCode.USAGE)
+    if isinstance(error, UnicodeEncodeError):  # Python has put the bytes of an argument into surrogates
+        _print_error(f"an argument is not valid UTF-8: {ascii(error.object)[:100]}")
+        sys.exit(output.ExitCode.USAGE)
     if not isinstance(error, OSError) or error.errno is None:
         raise error
     path = f"{error.filename}: " if error.filename else ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +26,10 @@ from bridge.cli.options import act_as_owner, data_directory, keys_of, known_conf
 from bridge.control import MAX_FRAME, SOCKET
 from bridge.control.client import Control
 from bridge.encryption import Keys
-from bridge.errors import InvalidDefinition, StreamBridgeError, StreamNotFound
+from bridge.errors import InvalidDefinition, InvalidRequest, StreamBridgeError, StreamNotFound
 from bridge.export.cursor import forget_stream
 from bridge.export.settings import ExportSettings
-from bridge.model import ExportStatus
+from bridge.model import MAX_INT64, ExportStatus
 from bridge.operations.catalog import Operations
 from bridge.operations.codec import answer
 from bridge.operations.manager import Exports, StreamManager, first_free
@@ -66,6 +67,9 @@ def operate(target: Target, operation: str, **fields: Any) -> dict[str, Any]:
 
     Raises the StreamBridgeError of the operation, or OSError.
     """
+    for number in _numbers(fields):
+        if abs(number) > MAX_INT64:
+            raise InvalidRequest(f"{number}: a number has at most 64 bits, so it is at most {MAX_INT64}")
     body = cbor2.dumps(fields)
     control = Control.connect(target.data_dir)
     if control is not None:
@@ -74,6 +78,15 @@ def operate(target: Target, operation: str, **fields: Any) -> dict[str, Any]:
     else:
         raw = asyncio.run(_here(target, operation, body))
     return _result(target.data_dir, raw, fields)
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    """Yield the whole numbers in the fields of a request."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(one)
 
 
 def _result(data_dir: Path, raw: bytes, fields: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
@@ -32,6 +33,21 @@ class ExitCode(IntEnum):
     BUSY = 75  # another process writes to the data directory; try again later
     CONFIG = 78  # the configuration is wrong; a restart would not help
     INTERRUPTED = 130  # Ctrl-C
+
+
+def make_usable() -> None:
+    """Let the standard streams stand for /dev/null if they are closed, and take every character."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            try:
+                os.fstat(number)
+            except OSError:  # free: what is opened next must not take this number, and be written to
+                os.dup2(null, number)
+            setattr(sys, name, open(null, mode, encoding="utf-8"))  # noqa: SIM115 - as long as the process
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def behave_in_pipes() -> None:
