@@ -156,6 +156,7 @@ class Service:
         self._pending: set[asyncio.Future[Any]] = set()
         self._healing: set[str] = set()
         self._refused: dict[str, int] = {}
+        self._ready = self._reload_asked = False
         self._signalled = False
         self._failed = False  # by an internal error
         self._mistakes: list[str] = []  # of the current reload, for the audit log
@@ -164,6 +165,7 @@ class Service:
     async def run(self) -> None:
         """Start, report ready, and stop on a signal. Raises StreamBridgeError after an internal error."""
         loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, self._on_reload_signal)  # first: without it, SIGHUP kills
         config = self._config
         registry = discovery.load(config.export.plugin_dirs)
         for found in registry.found:
@@ -255,7 +257,6 @@ class Service:
             stack.push_async_callback(control.stop)
             addresses += await front_end.start()
             stack.push_async_callback(front_end.stop)
-            loop.add_signal_handler(signal.SIGHUP, self._reload)
             self._spawn(store.keep(gateway.sync_interval / 1000))
             self._spawn(self._refresh())
             self._spawn(self._watch.run())
@@ -268,6 +269,9 @@ class Service:
             notify(f"READY=1\nSTATUS={', '.join([streams, *addresses, *broker.values()])}")
             audit.record("start", why=f"pid {os.getpid()}")
             log.info("ready", extra={"listen": ",".join(addresses), **broker, "streams": len(store.streams)})
+            self._ready = True
+            if self._reload_asked:
+                self._reload()
             await self._stop.wait()
             observer.phase = "stopping"
             notify("STOPPING=1\nSTATUS=committing received messages")
@@ -301,6 +305,12 @@ class Service:
         elif time.monotonic() - self._stopping_since > TWICE:
             log.warning("second stop signal: ending at once")
             os._exit(1)
+
+    def _on_reload_signal(self) -> None:
+        if self._ready:
+            self._reload()
+        else:
+            self._reload_asked = True  # and done once everything runs
 
     async def _refresh(self) -> None:
         while True:

@@ -251,6 +251,14 @@ def test_systemd_is_notified_of_ready_reloading_and_stopping(
         assert next_state()["STOPPING"] == "1"
 
 
+def test_a_reload_that_is_asked_for_during_the_start_is_done_after_it(service: Service) -> None:
+    service.wait_for("opened 0 streams")
+    service.process.send_signal(signal.SIGHUP)
+    service.wait_for("msg=ready")
+    service.wait_for("msg=reloaded")
+    assert service.stop() == 0
+
+
 def test_the_watchdog_hears_from_a_running_loop_and_nothing_from_one_that_is_stuck(
     start: Callable[..., Service], tmp_path: Path
 ) -> None:
