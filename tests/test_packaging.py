@@ -274,3 +274,32 @@ def test_a_purge_keeps_the_encryption_key_as_long_as_it_keeps_encrypted_messages
     assert (f"{tmp_path}/etc/streambridge is kept" in told) is encrypted
     owned = (tmp_path / "owned").read_text()
     assert (f"-hR root:root {tmp_path}/etc/streambridge\n" in owned) is encrypted
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_an_installation_on_a_full_disk_leaves_no_empty_token(tmp_path: Path, full: bool) -> None:
+    script = re.sub(
+        r"(?<![\w>])/(etc|opt)/", rf"{tmp_path}/\1/", (CHECKOUT / ".ci/debian/postinst").read_text()
+    )
+    token = tmp_path / "etc/streambridge/greengrass-token"
+    python = tmp_path / "opt/streambridge/bin/python"
+    for place in (token, python):
+        place.parent.mkdir(parents=True)
+    token.write_text("")  # of an earlier attempt
+    python.write_text("#!/bin/sh\n" + ("exit 1" if full else "echo a-token") + "\n")
+    for stub in (python, *(tmp_path / "bin" / name for name in ("systemd-sysusers", "systemd-tmpfiles"))):
+        stub.parent.mkdir(exist_ok=True)
+        stub.write_text(stub.read_text() if stub == python else "#!/bin/sh\n")
+        stub.chmod(0o755)
+    helper = tmp_path / "bin/deb-systemd-helper"
+    for name in ("deb-systemd-helper", "deb-systemd-invoke", "systemctl"):
+        helper.with_name(name).write_text("#!/bin/sh\n")
+        helper.with_name(name).chmod(0o755)
+    command = ["sh", "-c", script, "postinst", "configure"]
+    path = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    done = subprocess.run(command, env=path, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode == 0, token.read_text()) == ((False, "") if full else (True, "a-token\n"))
+    if full:  # and the next attempt makes one
+        python.write_text("#!/bin/sh\necho a-token\n")
+        assert subprocess.run(command, env=path, cwd=tmp_path).returncode == 0
+        assert (token.read_text(), token.stat().st_mode & 0o777) == ("a-token\n", 0o600)
