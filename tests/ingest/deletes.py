@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
+from zlib import crc32
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -45,12 +46,20 @@ class _Deletes(_FastAppendFiles):
 
 
 def delete_rows(
-    sink: Any, file: Any, positions: list[int], content: DataFileContent = DataFileContent.POSITION_DELETES
+    sink: Any,
+    file: Any,
+    positions: list[int],
+    content: DataFileContent = DataFileContent.POSITION_DELETES,
+    *,
+    apart: bool = False,
 ) -> None:
-    """Delete rows of one of the sink's files, which stays as it is; the table is a local one."""
+    """Delete rows of one of the sink's files, which stays as it is; the table is a local one.
+
+    A deletion vector of Delta is in the log or, with `apart`, in a file.
+    """
     table = sink.table()
     if isinstance(table, DeltaTable):
-        _by_vector(Path(sink.location.url), file.path, positions)
+        _by_vector(Path(sink.location.url), file.path, positions, apart=apart)
         return
     of = f"{table.location()}/{file.path}"
     path = f"{table.location()}/data/{uuid4()}-deletes.parquet"
@@ -80,7 +89,7 @@ def delete_rows(
         update.append_data_file(entry)
 
 
-def _by_vector(table: Path, path: str, positions: list[int]) -> None:
+def _by_vector(table: Path, path: str, positions: list[int], *, apart: bool) -> None:
     """Add a version to the log in which the file has a deletion vector, as Delta's protocol describes it."""
     versions = sorted((table / "_delta_log").glob("*.json"))
     actions = [json.loads(line) for version in versions for line in version.read_text().splitlines()]
@@ -89,11 +98,16 @@ def _by_vector(table: Path, path: str, positions: list[int]) -> None:
     bitmap += b"".join(struct.pack("<H", position) for position in positions)
     raw = struct.pack("<IQI", 1681511377, 1, 0) + bitmap
     vector = {
-        "storageType": "i",
-        "pathOrInlineDv": base64.b85encode(raw + bytes(-len(raw) % 4)).decode().translate(Z85),
+        "storageType": "u" if apart else "i",
+        "pathOrInlineDv": _z85(raw + bytes(-len(raw) % 4)),
         "sizeInBytes": len(raw),
         "cardinality": len(positions),
     }
+    if apart:
+        name = uuid4()
+        file = b"\x01" + struct.pack(">I", len(raw)) + raw + struct.pack(">I", crc32(raw))
+        (table / f"deletion_vector_{name}.bin").write_bytes(file)
+        vector |= {"pathOrInlineDv": _z85(name.bytes), "offset": 1}
     features = {"readerFeatures": ["deletionVectors"], "writerFeatures": ["deletionVectors", "appendOnly"]}
     now = time.time_ns() // 1_000_000
     version = [
@@ -104,3 +118,7 @@ def _by_vector(table: Path, path: str, positions: list[int]) -> None:
     ]
     log = table / "_delta_log" / f"{len(versions):020d}.json"
     log.write_text("".join(json.dumps(action) + "\n" for action in version))
+
+
+def _z85(data: bytes) -> str:
+    return base64.b85encode(data).decode().translate(Z85)

@@ -13,7 +13,7 @@ from pyiceberg.manifest import DataFileContent
 
 from bridge.ingest.console import external_reason
 from bridge.ingest.errors import CommitConflict
-from bridge.ingest.job import run
+from bridge.ingest.job import ingest, run
 from bridge.ingest.sinks.compact import compact
 from bridge.ingest.store import StorageLocation
 from bridge.ingest.upkeep import prune
@@ -22,6 +22,7 @@ from tests.ingest.deletes import delete_rows
 from tests.ingest.gateway import Gateway, reported
 from tests.ingest.test_command import command
 from tests.ingest.test_job import numbers
+from tests.ingest.test_verdict import InProcess
 
 Sink = Callable[[], Any]
 
@@ -159,6 +160,19 @@ def test_expiry_deletes_files_that_no_version_uses_and_those_of_crashed_runs(
     assert numbers(sink()) == list(range(30))
     assert [e.key for e in place.open().under(str(folder))] == [file.path for file in sink().files()]
     assert run(spark, landing, sink()).rounds == []  # the pointer has survived
+
+
+def test_expiry_keeps_the_files_of_deletion_vectors(landing: StorageLocation, delta: Sink) -> None:
+    for first in (0, 10):
+        Gateway(landing).export(first, first + 9)
+        ingest(InProcess, landing, delta(), full_every=0)
+    delta().table().optimize.compact()  # so that files are unused
+    delete_rows(delta(), delta().files()[0], [2, 3], apart=True)
+    assert delta().rows() == 18
+    assert delta().expire(0) == 2
+    assert delta().rows() == 18
+    Gateway(landing).export(20, 29)
+    assert ingest(InProcess, landing, delta(), full_every=0).rows == 10
 
 
 @pytest.mark.spark

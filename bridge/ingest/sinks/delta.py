@@ -306,7 +306,10 @@ class DeltaSink:
         if table is None:
             return 0
         hours = round(days * 24)
-        return len(table.vacuum(hours, dry_run=False, enforce_retention_duration=False, full=True))
+        # a full one lists the folder for files that the table does not name; delta-rs knows of no file of
+        # deletion vectors, so it would delete those, too
+        full = not _has_vectors(table)
+        return len(table.vacuum(hours, dry_run=False, enforce_retention_duration=False, full=full))
 
     def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
         table = self.table()
@@ -322,10 +325,15 @@ def _deleted(table: DeltaTable) -> dict[str, list[bool]]:
 
     Rows beyond the end of a list are left too.
     """
-    if "deletionVectors" not in (table.protocol().reader_features or ()):
+    if not _has_vectors(table):
         return {}
     found = pa.table(table.deletion_vectors().read_all()).to_pylist()
     return {_name(vector["filepath"]): vector["selection_vector"] for vector in found}
+
+
+def _has_vectors(table: DeltaTable) -> bool:
+    """Return whether the table may have deletion vectors."""
+    return "deletionVectors" in (table.protocol().reader_features or ())
 
 
 def _bounds(action: dict[str, Any]) -> dict[str, tuple[Any, Any]] | None:
