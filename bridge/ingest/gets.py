@@ -91,8 +91,15 @@ class SignedGets:
 
     @staticmethod
     def _body(raw: Any, read: Callable[[Any], bytes]) -> bytes:
+        """Return the body; raises HTTPError if the connection ended before it did."""
+        from urllib3.exceptions import IncompleteRead
+
         try:
-            return read(raw)
+            data = read(raw)
+            # not every read that is limited raises this itself
+            if left := getattr(raw, "length_remaining", None):
+                raise IncompleteRead(len(data), left)
+            return data
         except BaseException:
             raw.close()
             raise

@@ -299,10 +299,17 @@ class LocalStore:
 
 
 def _at_most(body: Any, most: int | None) -> bytes:
-    data: bytes = body.read() if most is None else body.read(most + 1)
-    if most is not None and len(data) > most:  # replaced since the listing
+    if most is None:
+        return bytes(body.read())
+    parts: list[bytes] = []
+    room = most + 1
+    # up to the empty one: only there do libraries compare the body with its Content-Length
+    while room and (part := body.read(room)):
+        parts.append(part)
+        room -= len(part)
+    if not room:  # replaced since the listing
         raise BadObject(f"it has more than the {most} bytes that an object may have")
-    return data
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _unlisted(error: OSError) -> None:

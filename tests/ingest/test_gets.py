@@ -170,11 +170,12 @@ def test_a_refusal_is_the_error_that_boto3_makes_of_it(service: Service) -> None
     assert not service.asked[-1].by_boto3
 
 
-def test_a_body_that_the_connection_cuts_off_is_read_again(service: Service) -> None:
+@pytest.mark.parametrize("most", [None, 20, 1000])
+def test_a_body_that_the_connection_cuts_off_is_read_again(service: Service, most: int | None) -> None:
     store = service.store()
     store.get("first")
     service.answer.append(lambda asked: Answer(200, b"whole") if asked.by_boto3 else Answer(200, b"half", 20))
-    assert store.get("second") == b"whole"
+    assert store.get("second", most) == b"whole"
     service.answer.pop()
-    assert store.get("third") == b"0123456789"
+    assert store.get("third", most) == b"0123456789"
     assert [asked.by_boto3 for asked in service.asked] == [True, False, True, False]
