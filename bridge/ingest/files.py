@@ -39,12 +39,21 @@ class Target:
     schema: bytes  # serialized Arrow schema (with the field ids of the table, if any), for any pyarrow
     extras: tuple[str, ...]  # columns of the table in addition to the required ones
     label: str = ""  # prefix of the file names, by which the leftovers of a round are found
+    reserved: frozenset[str] = frozenset()  # in lower case: names that no new column may have
 
     @classmethod
-    def of(cls, location: StorageLocation, folder: str, table: pa.Schema, required: pa.Schema) -> Target:
+    def of(
+        cls,
+        location: StorageLocation,
+        folder: str,
+        table: pa.Schema,
+        required: pa.Schema,
+        reserved: Iterable[str] = (),
+    ) -> Target:
         """Return the target for a table whose required columns are these."""
         extras = tuple(name for name in table.names if name not in required.names)
-        return cls(location, folder, table.serialize().to_pybytes(), extras)
+        names = frozenset(name.lower() for name in reserved)
+        return cls(location, folder, table.serialize().to_pybytes(), extras, reserved=names)
 
     def arrow(self) -> pa.Schema:
         return pa.ipc.read_schema(pa.py_buffer(self.schema))

@@ -149,6 +149,9 @@ def _take(
     except Unreadable as error:
         return {"status": "unreadable", "reason": str(error)}
     except NewColumns as new:
+        if taken := sorted(files.target.reserved & new.columns.keys()):
+            reason = f"column {taken[0]!r} cannot be added to the table: one of its partitions has this name"
+            return {"status": "bad", "reason": reason}
         found = pa.schema(list(new.columns.items()))
         return {"status": "columns", "columns": base64.b64encode(found.serialize()).decode()}
     if not fresh:

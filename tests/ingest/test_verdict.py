@@ -16,6 +16,7 @@ from deltalake import DeltaTable, write_deltalake
 from pyiceberg.expressions.parser import parse
 from pyiceberg.expressions.visitors import bind
 from pyiceberg.io.pyarrow import expression_to_pyarrow
+from pyiceberg.transforms import BucketTransform
 
 from bridge.ingest.columns import TIME
 from bridge.ingest.errors import CommitConflict, IngestError
@@ -124,6 +125,25 @@ def _without(table: Any, gone: str, files: DayFiles) -> Iterator[Any]:
             yield task.file
             if left.num_rows:
                 files.add(left)
+
+
+def partition(sink: Any, columns: list[str] | None) -> None:
+    """Write a Delta table again with other partitions, as another engine does."""
+    table = sink.table()
+    actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
+    log, folder = Path(sink.location.url) / "_delta_log", Path(sink.location.url)
+    meta = [json.loads(line) for line in (log / f"{0:020d}.json").read_text().splitlines()]
+    changed = next(action for action in meta if "metaData" in action)
+    changed["metaData"]["partitionColumns"] = columns or []
+    lines: list[dict[str, Any]] = [changed]
+    lines += [{"remove": {"path": action["path"], "dataChange": True}} for action in actions]
+    rows = table.to_pyarrow_table().drop_columns(columns or [])
+    pq.write_table(rows, folder / "again.parquet")
+    added = {"path": "again.parquet", "size": (folder / "again.parquet").stat().st_size, "dataChange": True}
+    values = dict.fromkeys(columns or [], "gw-a")
+    added |= {"modificationTime": 1, "partitionValues": values, "stats": f'{{"numRecords": {rows.num_rows}}}'}
+    lines.append({"add": added})
+    (log / f"{table.version() + 1:020d}.json").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def append(sink: Any, content: list[dict[str, Any]]) -> None:
@@ -510,6 +530,43 @@ def test_a_change_by_others_during_a_repair_or_a_round_is_noticed_by_the_next_ru
     mine = table()
     summary = run(landing, Intercepted(mine, commit=late))
     assert any("was changed by others" in problem for problem in summary.report.problems)
+
+
+@pytest.mark.parametrize("partitions", [["gateway"], None], ids=["gateway", "none"])
+def test_a_delta_table_with_other_partitions_is_refused_before_anything_is_written(
+    landing: StorageLocation, delta: Sink, partitions: list[str] | None
+) -> None:
+    Gateway(landing).export(0, 9)
+    run(landing, delta())
+    partition(delta(), partitions)
+    assert not run(landing, delta()).report.complete
+    Gateway(landing).export(10, 19)
+    before = delta().table().version()
+    for attempt in (run, lambda landing, sink: repair(sink, dry_run=False)):
+        with pytest.raises(
+            IngestError, match=f"partitioned by {(partitions or ['nothing'])[0]}, not by ingest_date"
+        ):
+            attempt(landing, delta())
+    assert (delta().table().version(), numbers(delta())) == (before, list(range(10)))
+    delta().table().restore(before - 1)
+    repair(delta(), dry_run=False)
+    assert run(landing, delta()).report.complete
+    assert numbers(delta()) == list(range(20))
+
+
+def test_an_object_with_a_column_that_has_the_name_of_a_partition_is_quarantined(
+    landing: StorageLocation, iceberg: Sink
+) -> None:
+    Gateway(landing).export(0, 9)
+    run(landing, iceberg())
+    with iceberg().table().update_spec() as update:
+        update.add_field("gateway", BucketTransform(4), "Site")
+    Gateway(landing).export(10, 19)
+    bad = Gateway(landing, "gw-b").export(0, 9, site="x")
+    refused = run(landing, iceberg()).report.refused
+    reason = "column 'site' cannot be added to the table: one of its partitions has this name"
+    assert [(one["key"], one["reason"]) for one in refused] == [(bad, reason)]
+    assert numbers(iceberg()) == list(range(20))
 
 
 def test_objects_are_not_pruned_while_the_table_differs(landing: StorageLocation, table: Sink) -> None:

@@ -113,7 +113,7 @@ class DeltaSink:
 
     def _check(self, table: DeltaTable) -> None:
         check(self.name, self._differences(table))
-        _check_names(self.name, table)
+        _check_layout(self.name, table)
 
     def target(self) -> Target:
         table = self._made()
@@ -123,7 +123,7 @@ class DeltaSink:
     def add_columns(self, columns: Mapping[str, pa.DataType]) -> None:
         for _ in attempts(self.name):
             table = self._made()
-            _check_names(self.name, table)
+            _check_layout(self.name, table)
             added = _fields(absent(columns, (field.name for field in table.schema().fields)))
             if not added:
                 return
@@ -161,6 +161,7 @@ class DeltaSink:
         table = self.table()
         if table is None:
             return []
+        _check_partitions(self.name, table)
         deleted, found = _deleted(table), []
         for action in self._actions(table):
             path, rows = action["path"], action["num_records"]
@@ -217,7 +218,7 @@ class DeltaSink:
         if table is None:
             return Content(None, "", [], lambda paths: iter(()))
         check(self.name, differences(IDENTITY, _arrow(table.schema())))
-        _check_names(self.name, table)
+        _check_layout(self.name, table)
         actions, deleted = self._actions(table), _deleted(table)
         files = [
             Held(
@@ -272,7 +273,7 @@ class DeltaSink:
         table = self.table()
         if table is None:
             return Compacted()
-        _check_names(self.name, table)
+        _check_layout(self.name, table)
         done = table.optimize.compact()
         return Compacted(
             done["numFilesRemoved"], done["numFilesAdded"], sum(file.rows for file in self.files())
@@ -283,7 +284,7 @@ class DeltaSink:
         table, done = self.table(), Compacted()
         if table is None or _deleted(table):
             return done
-        _check_names(self.name, table)
+        _check_layout(self.name, table)
         day = f"partition.{PARTITION}"
         found = pa.table(table.get_add_actions(flatten=True)).select(["path", "size_bytes", day])
         newest = str(pc.max(found[day]).as_py())
@@ -353,6 +354,23 @@ def _micros(when: Any) -> int:
 
 def _name(path: str) -> str:
     return unquote(path.rpartition("/")[2])
+
+
+def _check_layout(name: str, table: DeltaTable) -> None:
+    """Raise IngestError for a table whose files delta-rs, or this sink, would read or write wrongly."""
+    _check_partitions(name, table)
+    _check_names(name, table)
+
+
+def _check_partitions(name: str, table: DeltaTable) -> None:
+    """Raise IngestError if files have other partitions: one of ours among them makes a table unreadable."""
+    found = table.metadata().partition_columns
+    if found != [PARTITION]:
+        raise IngestError(
+            f"{name}: it is partitioned by {', '.join(found) or 'nothing'}, not by {PARTITION}: another "
+            "engine has changed that, which is not supported; nothing was written. Let it restore an "
+            f"earlier version of the table, or write it again with {PARTITION} as its only partition"
+        )
 
 
 def _check_names(name: str, table: DeltaTable) -> None:

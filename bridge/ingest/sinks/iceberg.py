@@ -220,7 +220,9 @@ class IcebergSink:
         self._ready(table)  # raises if the table has never been partitioned by day
         schema = _arrow(table.schema())
         location = StorageLocation(table.location(), self.endpoint)
-        return Target.of(location, f"data/{PARTITION}", schema, self.schema)
+        # of all specs: Iceberg keeps the old ones, and has no column of such a name beside them
+        partitions = {field.name for spec in table.specs().values() for field in spec.fields}
+        return Target.of(location, f"data/{PARTITION}", schema, self.schema, partitions)
 
     def add_columns(self, columns: Mapping[str, pa.DataType]) -> None:
         for _ in attempts(self.name):
