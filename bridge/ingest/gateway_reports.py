@@ -8,6 +8,9 @@
 none) and the ranges `ahead`, and `dropped` lists the numbers that it dropped, by a rule, before they were
 uploaded. Object keys alone cannot show a lost tail, and would make such a drop look like a loss. Anything
 else below `_gateway/`, such as a copy of a report, is reported as a problem and never used.
+
+Which of two reports is newer is decided by the time at which S3 got them, for the clock of a gateway may be
+set back. S3 gives whole seconds; within one, `updated` decides.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 from bridge.ingest.errors import BadObject, Unreadable, Vanished, line
 from bridge.ingest.planner import StreamId
@@ -31,9 +34,19 @@ EPOCH_DIGITS = 19  # of the epoch in an object key
 MAX_REPORT = 32 << 20  # bytes: 600 streams, each with the thousand ranges that a gateway lists at most
 
 
+class ReportTime(NamedTuple):
+    """When a report was made; of two reports of a gateway, the newer one has the greater time.
+
+    `stored` is by S3's clock, in whole seconds, `updated` by that of the gateway; both are Unix time in ms.
+    """
+
+    stored: int
+    updated: int
+
+
 @dataclass(frozen=True, slots=True)
 class ReportedStream:
-    """One stream as its gateway saw it at `updated` (Unix time in ms)."""
+    """One stream as its gateway saw it at `updated`; see `ReportTime`. `stored` is 0 if it is unknown."""
 
     updated: int
     oldest: int
@@ -41,9 +54,14 @@ class ReportedStream:
     exported: int
     dropped: tuple[tuple[int, int, str], ...] = ()
     ahead: tuple[tuple[int, int], ...] | None = None  # None: objects come in the order of their numbers
+    stored: int = 0
+
+    @property
+    def time(self) -> ReportTime:
+        return ReportTime(self.stored, self.updated)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any], updated: int) -> ReportedStream:
+    def from_json(cls, data: dict[str, Any], time: ReportTime) -> ReportedStream:
         dropped = tuple((int(low), int(high), line(why)) for low, high, why in data.get("dropped") or ())
         ahead = data.get("ahead")
         if ahead is not None:
@@ -55,9 +73,9 @@ class ReportedStream:
         )
         ranges = (*dropped, *(ahead or ()))
         numbers = (oldest, newest, exported, *(number for pair in ranges for number in pair[:2]))
-        if not (0 <= updated < YEAR_10000 and -1 <= min(numbers) <= max(numbers) <= MAX_SEQUENCE):
+        if not (0 <= time.updated < YEAR_10000 and -1 <= min(numbers) <= max(numbers) <= MAX_SEQUENCE):
             raise ValueError("a sequence number or the time is out of range")
-        return cls(updated, oldest, newest, exported, dropped, ahead)
+        return cls(time.updated, oldest, newest, exported, dropped, ahead, time.stored)
 
     def pending(self) -> Ranges:
         """The numbers that the gateway has, or may have by now, and has not uploaded."""
@@ -72,20 +90,20 @@ class ReportedStream:
 class GatewayReports:
     """The streams of all valid reports, and one line for each report that could not be used.
 
-    `updated` maps each gateway with a valid report to the time of that report (Unix time in ms). A stream of
-    such a gateway that is missing in `streams` was deleted, or is no longer exported. `etags` has the ETags
-    of the same reports, `versions` the versions of the gateways, as far as they are known.
+    `times` maps each gateway with a valid report to the time of that report. A stream of such a gateway that
+    is missing in `streams` was deleted, or is no longer exported. `etags` has the ETags of the same reports,
+    `versions` the versions of the gateways, as far as they are known.
     """
 
     streams: dict[StreamId, ReportedStream] = field(default_factory=dict)
-    updated: dict[str, int] = field(default_factory=dict)
+    times: dict[str, ReportTime] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     etags: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
     def add(self, others: GatewayReports) -> None:
         self.streams |= others.streams
-        self.updated |= others.updated
+        self.times |= others.times
         self.problems += others.problems
         self.etags |= others.etags
         self.versions |= others.versions
@@ -126,8 +144,8 @@ def _read(store: ObjectStore, parsing: Lock, entry: Entry) -> GatewayReports:
     try:
         content = read(store, entry.key, entry.size, MAX_REPORT)
         with parsing:  # a parsed report takes several times its size in memory
-            found = _parsed(entry.key, content)
-        found.etags = dict.fromkeys(found.updated, entry.etag)
+            found = _parsed(entry, content)
+        found.etags = dict.fromkeys(found.times, entry.etag)
         return found
     except Vanished:
         return GatewayReports()
@@ -135,11 +153,13 @@ def _read(store: ObjectStore, parsing: Lock, entry: Entry) -> GatewayReports:
         return GatewayReports(problems=[f"{entry.key}: {error}"])
 
 
-def _parsed(key: str, content: bytes) -> GatewayReports:
+def _parsed(entry: Entry, content: bytes) -> GatewayReports:
     found = GatewayReports()
+    key = entry.key
     try:
         document = json.loads(content)
-        gateway, updated = str(document["gateway"]), int(document["updated"])
+        gateway = str(document["gateway"])
+        time = ReportTime(entry.modified // 1000 * 1000, int(document["updated"]))
         if key != report_key(gateway):  # a copy, perhaps of an older report
             raise ValueError(f"it belongs to {gateway}, whose report has another key")
         for stream in document["streams"]:
@@ -147,8 +167,8 @@ def _parsed(key: str, content: bytes) -> GatewayReports:
             name.stream.encode()  # raises for half a surrogate pair, which nothing can store
             if not 0 <= name.epoch < 10**EPOCH_DIGITS:
                 raise ValueError("no object key can have its epoch")
-            found.streams[name] = ReportedStream.from_json(stream, updated)
-        found.updated[gateway] = updated
+            found.streams[name] = ReportedStream.from_json(stream, time)
+        found.times[gateway] = time
         if document.get("version"):
             found.versions[gateway] = line(document["version"])[:VERSION]
     # a document that others can write must not stop the run, and may raise nearly anything

@@ -91,7 +91,7 @@ class Listing:
         """
         for name, reported in self.reports.streams.items():
             stream = state.of(name)
-            if stream.reported is None or stream.reported.updated <= reported.updated:
+            if stream.reported is None or stream.reported.time <= reported.time:
                 stream.reported = reported
 
     def is_news(self, state: TableState) -> bool:
@@ -109,7 +109,7 @@ class Listing:
         if not self.full and state.listed != self.base:
             return
         gateways = {
-            name: KnownReport(etag, self.reports.updated[name], self.reports.versions.get(name, ""))
+            name: KnownReport(etag, self.reports.times[name], self.reports.versions.get(name, ""))
             for name, etag in self.reports.etags.items()
         }
         state.listed = Listed(self.source, self.full_at, gateways, self.foreign_count, self.foreign[:FOREIGN])
@@ -198,7 +198,9 @@ def _take_announcements(
         again = read_gateway_reports(store, store.under(report_key(gateway)))
         for name in names:
             if (later := again.streams.get(name)) is not None and later.ahead is not None:
-                first = reports.streams.get(name, ReportedStream(later.updated, 0, -1, -1))
+                first = reports.streams.get(
+                    name, ReportedStream(later.updated, 0, -1, -1, stored=later.stored)
+                )
                 reports.streams[name] = replace(first, ahead=first.ahead or ())
 
 
@@ -253,8 +255,8 @@ def _settled(state: TableState, name: StreamId) -> Ranges:
 def _unchanged(known: Listed, state: TableState) -> dict[str, tuple[str, GatewayReports]]:
     """Return the reports that the state has, by gateway, with the ETag of each."""
     found = {}
-    for gateway, (etag, updated, version) in known.gateways.items():
-        found[gateway] = (etag, GatewayReports(updated={gateway: updated}, etags={gateway: etag}))
+    for gateway, (etag, time, version) in known.gateways.items():
+        found[gateway] = (etag, GatewayReports(times={gateway: time}, etags={gateway: etag}))
         if version:
             found[gateway][1].versions[gateway] = version
     for name, stream in state.streams.items():
@@ -269,18 +271,18 @@ def _was_listed(name: StreamId, stream: StreamState, known: Listed) -> bool:
 
     Or a newer one: a commit that leaves objects to later puts that into the stream, and not yet into `known`.
     """
-    return stream.reported is not None and known.gateways[name.gateway].updated <= stream.reported.updated
+    return stream.reported is not None and known.gateways[name.gateway].time <= stream.reported.time
 
 
 def _unreported(store: ObjectStore, reports: GatewayReports, whole: set[StreamId]) -> list[Entry]:
     """List the folders that no gateway report describes."""
     entries, folders = store.top()
-    reported = {folder_prefix(gateway) for gateway in reports.updated} | {REPORTS}
+    reported = {folder_prefix(gateway) for gateway in reports.times} | {REPORTS}
     requests = [partial(_under, store, folder, "") for folder in folders if folder not in reported]
     for answer in ahead(requests, store.ahead):
         entries += answer()
     named = map(_stream_of, (entry.key for entry in entries))
-    whole |= {name for name in named if name and name.gateway not in reports.updated}
+    whole |= {name for name in named if name and name.gateway not in reports.times}
     return entries
 
 

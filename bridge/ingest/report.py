@@ -284,7 +284,7 @@ def _unseen(streams: list[StreamReport], inventory: Inventory, reports: GatewayR
     below = {key.partition(f"/{REPORTS}")[0] for key in inventory.foreign if f"/{REPORTS}" in key}
     for prefix in sorted(below):
         yield f"the gateway reports are in {prefix}/: end --source with it, or lost tails go unnoticed"
-    now = {name.gateway for name in reports.streams} | set(reports.updated)
+    now = {name.gateway for name in reports.streams} | set(reports.times)
     silent = sorted({s.gateway for s in streams if s.reported_ms is None or s.gateway not in now})
     if silent:
         more = f" and {len(silent) - SHOWN} more" if len(silent) > SHOWN else ""
@@ -307,7 +307,8 @@ def _stream(
     gone = (
         name not in reports.streams
         and reported is not None
-        and reports.updated.get(name.gateway, -1) >= reported.updated
+        and name.gateway in reports.times
+        and reports.times[name.gateway] >= reported.time
     )
     covered = state.covered
     report = StreamReport(*name, duplicates=tally.duplicates)

@@ -7,12 +7,13 @@
      "filtered": [[chunk, count], ...]}],
      "quarantine": [[key, etag, size, reason], ...], "notes": {...},
      "table": {"checked": version of the table, "differs": reason, "others": rows},
-     "listed": {"source": URL, "full": ms, "gateways": {id: [ETag, ms of its report, version]},
-                "foreign": [count, key, ...]}}
+     "listing": {"source": URL, "full": ms, "foreign": [count, key, ...],
+                 "gateways": {id: [ETag, [stored, updated] of its report, version]}}}
 
-`removed` and `table` are of `bridge.ingest.verdict`, `absent`, `open`, `duplicates` and `listed` of
+`removed` and `table` are of `bridge.ingest.verdict`, `absent`, `open`, `duplicates` and `listing` of
 `bridge.ingest.listing`; those of a stream are left out if they are empty. A document with `removed` has
-format 2: earlier versions of the job would take these numbers again.
+format 2: earlier versions of the job would take these numbers again. Earlier versions wrote `listed`, which
+orders reports by the clocks of gateways: it is ignored, and without `listing` a run lists everything.
 
 `covered` includes numbers that objects declare as left out (`bridge.filtered`): they are settled, and have no
 row. `filtered` counts them, by chunks of 2^20 numbers (`bridge.ingest.numbers`); which they are, only the
@@ -37,7 +38,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge.ingest.errors import StateMissing, Vanished, line
-from bridge.ingest.gateway_reports import ReportedStream
+from bridge.ingest.gateway_reports import ReportedStream, ReportTime
 from bridge.ingest.planner import StreamId
 from bridge.ingest.store import StorageLocation
 from bridge.ranges import Pair, Ranges
@@ -115,10 +116,10 @@ class Quarantined(NamedTuple):
 
 
 class KnownReport(NamedTuple):
-    """The ETag of a gateway report, its time (Unix time in ms), and the version of its gateway, or ""."""
+    """The ETag of a gateway report, its time, and the version of its gateway, or ""."""
 
     etag: str
-    updated: int
+    time: ReportTime
     version: str = ""
 
 
@@ -201,8 +202,8 @@ class StateStore:
         table = raw.get("table", {})
         state.checked, state.differs = table.get("checked"), line(table.get("differs", ""))
         state.others = int(table.get("others", 0))
-        if raw.get("listed"):
-            state.listed = _listed_from_json(raw["listed"])
+        if raw.get("listing"):
+            state.listed = _listed_from_json(raw["listing"])
         state.quarantine = {  # earlier versions did not cut the reasons
             (key, etag): Quarantined(size, line(why)) for key, etag, size, why in raw["quarantine"]
         }
@@ -252,7 +253,7 @@ class StateStore:
             "notes": state.notes,
             "quarantine": [[*name, *entry] for name, entry in sorted(state.quarantine.items())],
             "table": {"checked": state.checked, "differs": state.differs, "others": state.others},
-            "listed": _listed_to_json(state.listed) if state.listed else None,
+            "listing": _listed_to_json(state.listed) if state.listed else None,
         }
         self._store.put(_name(version), json.dumps(document, separators=(",", ":")).encode())
         return version
@@ -318,7 +319,10 @@ def _stream_from_json(data: dict[str, Any]) -> StreamState:
     times: dict[int, int] = {}
     for low, high, low_ms, high_ms in data["covered"]:
         times |= {number: ms for number, ms in ((low, low_ms), (high, high_ms)) if ms is not None}
-    reported = ReportedStream.from_json(data["head"], data["head"]["updated"]) if data["head"] else None
+    reported = None
+    if head := data["head"]:
+        time = ReportTime(int(head.get("stored", 0)), head["updated"])
+        reported = ReportedStream.from_json(head, time)
     late_objects, late_rows = data["late"]
     return StreamState(
         Ranges(pairs),
@@ -345,8 +349,8 @@ def _listed_to_json(listed: Listed) -> dict[str, Any]:
 
 def _listed_from_json(data: dict[str, Any]) -> Listed:
     gateways = {
-        str(name): KnownReport(str(etag), int(updated), str(version))
-        for name, (etag, updated, version) in data["gateways"].items()
+        str(name): KnownReport(str(etag), ReportTime(int(stored), int(updated)), str(version))
+        for name, (etag, (stored, updated), version) in data["gateways"].items()
     }
     count, *keys = data["foreign"]
     return Listed(str(data["source"]), int(data["full"]), gateways, int(count), list(map(str, keys)))

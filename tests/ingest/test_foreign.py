@@ -49,7 +49,7 @@ def test_a_gateway_report_counts_as_a_whole_or_not_at_all(
     Gateway(landing, "gw-b").report(reported(9))
     found = read_gateway_reports(landing.open())
     assert list(found.streams) == [StreamId("gw-b", "s0", EPOCH)]
-    assert list(found.updated) == ["gw-b"]
+    assert list(found.times) == ["gw-b"]
     assert [problem.split(":")[0] for problem in found.problems] == ["_gateway/gw-a.json"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from bridge.ingest.gateway_reports import ReportedStream
+from bridge.ingest.gateway_reports import ReportedStream, ReportTime
 from bridge.ingest.job import Summary, ingest
 from bridge.ingest.listing import DAY, look_around, start_after
 from bridge.ingest.planner import RoundLimits, StreamId, plan
@@ -296,6 +297,59 @@ def test_a_stale_run_does_not_bring_back_an_older_report(landing: Place) -> None
     assert (stream.reported.newest, stream.reported.updated) == (99, START + 1)
 
 
+def report_at(gateway: Gateway, second: int, updated: int, *streams: dict[str, Any]) -> None:
+    """Upload a report in this second of the clock of the storage."""
+    gateway.report(*streams, updated=updated)
+    assert isinstance(gateway.store, LocalStore)
+    path = gateway.store.root / "_gateway" / f"{gateway.name}.json"
+    os.utime(path, (second, second))
+
+
+@pytest.mark.parametrize("full_every", [0.0, DAY])
+def test_a_newer_report_counts_although_its_gateway_has_set_its_clock_back(
+    landing: Place, sink: Sink, full_every: float
+) -> None:
+    gateway, fast = Gateway(landing), START + 10 * 365 * 86_400_000
+    gateway.export(0, 9)
+    report_at(gateway, 1000, fast, reported(9), reported(99, exported=-1, stream="s1"))
+    assert run(landing, sink()).report.total("waiting") == 100
+    gateway.export(10, 19)
+    report_at(gateway, 2000, START, reported(29))
+    for _ in range(2):
+        found = run(landing, sink(), full_every=full_every).report
+        holes = {
+            stream.stream: [(hole.kind, hole.count) for hole in stream.holes] for stream in found.streams
+        }
+        assert holes == {"s0": [("missing", 10)], "s1": [("missing", 100)]}
+
+
+def test_a_report_in_a_state_of_an_earlier_version_is_older_than_any_other(
+    landing: Place, sink: Sink
+) -> None:
+    """It has no time of S3's clock, and says nothing about when the reports in it were uploaded."""
+    gateway, fast = Gateway(landing), START + 10 * 365 * 86_400_000
+    gateway.export(0, 9)
+    report_at(gateway, 1000, fast, reported(9), reported(99, exported=-1, stream="s1"))
+    run(landing, sink())
+    ((key, document),) = [
+        (entry.key, json.loads(sink().state().open().get(entry.key)))
+        for entry in sink().state().open().list()
+        if entry.key.endswith(f"{sink().pointer()}.json")
+    ]
+    for stream in document["streams"]:
+        del stream["head"]["stored"]
+    listing = document.pop("listing")
+    known = {
+        name: [etag, updated, version] for name, (etag, (_, updated), version) in listing["gateways"].items()
+    }
+    document["listed"] = listing | {"gateways": known}
+    sink().state().open().put(key, json.dumps(document).encode())
+    report_at(gateway, 2000, START, reported(29))
+    found = run(landing, sink(), at=1).report
+    assert (found.in_full, found.total("missing")) == (True, 120)
+    assert not run(landing, sink(), at=2).report.in_full
+
+
 def test_the_state_keeps_what_the_next_run_need_not_list(landing: Place, sink: Sink) -> None:
     gateway = Gateway(landing)
     gateway.export(0, 99)
@@ -320,15 +374,15 @@ def fleet(size: int, rows: int = 100) -> tuple[TableState, dict[str, bytes]]:
     """The state of a fleet whose gateways have uploaded `rows` messages each, and their reports."""
     import hashlib
 
-    state, reports, gateways = TableState(), {}, {}
+    state, reports, gateways, time = TableState(), {}, {}, ReportTime(START, START)
     for number in range(size):
         name = f"gw-{number:05d}"
         document = {"gateway": name, "updated": START, "streams": [reported(rows - 1)]}
         reports[name] = json.dumps(document).encode()
         stream = state.of(StreamId(name, "s0", EPOCH))
         stream.take([Piece(0, rows - 1, START, START + rows * 1000)], known_last=-1)
-        stream.reported = ReportedStream.from_json(reported(rows - 1), START)
-        gateways[name] = KnownReport(hashlib.md5(reports[name], usedforsecurity=False).hexdigest(), START)
+        stream.reported = ReportedStream.from_json(reported(rows - 1), time)
+        gateways[name] = KnownReport(hashlib.md5(reports[name], usedforsecurity=False).hexdigest(), time)
     state.listed = Listed("s3://fleet/site", NOW, gateways)
     return state, reports
 

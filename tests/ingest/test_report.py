@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bridge.ingest.gateway_reports import GatewayReports, ReportedStream, read_gateway_reports
+from bridge.ingest.gateway_reports import GatewayReports, ReportedStream, ReportTime, read_gateway_reports
 from bridge.ingest.planner import Inventory, StreamId
 from bridge.ingest.render import show
 from bridge.ingest.report import KINDS, Report, build
@@ -131,7 +131,7 @@ def test_an_object_without_the_key_of_its_gateways_report_is_not_taken_for_one(t
     newer.report(reported(99), updated=EPOCH + 1)
     reports = read_gateway_reports(landing.open())
     assert reports.streams[StreamId("gw-a", "s0", EPOCH)].newest == 99
-    assert reports.updated == {"gw-a": EPOCH + 1}
+    assert {gateway: time.updated for gateway, time in reports.times.items()} == {"gw-a": EPOCH + 1}
     assert sorted(problem.partition(":")[0] for problem in reports.problems) == sorted(
         str(copy.relative_to(tmp_path)) for copy in copies
     )
@@ -194,19 +194,22 @@ def test_a_report_on_many_dropped_ranges_costs_what_they_are_and_not_their_squar
     assert calls(200) < 5 * calls(50)
 
 
+NEWER = ReportTime(EPOCH + 1000, EPOCH - 9)  # its gateway has set its clock back
+
+
 def of_a_stream_that_was(waiting: int, now: GatewayReports) -> Report:
     """A stream with 0..89 in the table, whose gateway reported so many more as pending at EPOCH."""
     stream, state = StreamId("gw-a", "s0", EPOCH), TableState()
     state.of(stream).take([Piece(0, 89, EPOCH, EPOCH)], known_last=-1)
-    state.of(stream).reported = ReportedStream(EPOCH, 0, 89 + waiting, 89)
+    state.of(stream).reported = ReportedStream(EPOCH, 0, 89 + waiting, 89, stored=EPOCH)
     return build(state, Inventory([]), now, "lake.messages", state.rows())
 
 
 def test_pending_messages_of_a_stream_that_its_gateway_no_longer_has_are_missing() -> None:
     replaced = GatewayReports(
-        {StreamId("gw-a", "s0", EPOCH + 9): ReportedStream(EPOCH + 9, 0, -1, -1)}, {"gw-a": EPOCH + 9}
+        {StreamId("gw-a", "s0", EPOCH + 9): ReportedStream(EPOCH + 9, 0, -1, -1)}, {"gw-a": NEWER}
     )
-    deleted = GatewayReports({}, {"gw-a": EPOCH + 9})
+    deleted = GatewayReports({}, {"gw-a": NEWER})
     for now in (replaced, deleted):
         found = of_a_stream_that_was(10, now)
         (hole,) = found.streams[0].holes
@@ -221,7 +224,7 @@ def test_pending_messages_of_a_stream_that_its_gateway_no_longer_has_are_missing
 
 def test_an_older_or_absent_gateway_report_makes_no_stream_gone() -> None:
     older = of_a_stream_that_was(
-        10, GatewayReports({}, {"gw-a": EPOCH - 1})
+        10, GatewayReports({}, {"gw-a": ReportTime(EPOCH - 1000, EPOCH + 9)})
     )  # another run has read a newer one
     assert (older.total("waiting"), older.complete, older.problems) == (10, True, [])
     none = of_a_stream_that_was(10, GatewayReports())
@@ -260,7 +263,7 @@ def test_whichever_part_of_a_stream_is_lost_is_missing(lost: int, taken: bool) -
     there = [part for at, part in enumerate(parts) if at != lost]
     if taken:
         state.of(stream).take([Piece(*part, EPOCH, EPOCH) for part in there], known_last=-1)
-    reports = GatewayReports({stream: ReportedStream(EPOCH, 0, 49, 49)}, {"gw-a": EPOCH})
+    reports = GatewayReports({stream: ReportedStream(EPOCH, 0, 49, 49)}, {"gw-a": ReportTime(0, EPOCH)})
     found = build(state, uploaded(*there), reports, "lake.messages", state.rows())
     missing = [(hole.first, hole.last) for hole in found.streams[0].holes if hole.kind == "missing"]
     assert missing == [parts[lost]]
@@ -293,7 +296,7 @@ def test_the_numbers_of_a_refused_or_vanished_object_are_not_waiting() -> None:
 def test_numbers_of_an_unreadable_object_are_neither_waiting_nor_missing_and_not_complete() -> None:
     stream, inventory = StreamId("gw-a", "s0", EPOCH), uploaded((0, 9))
     (item,) = inventory.streams[stream]
-    reports = GatewayReports({stream: ReportedStream(EPOCH, 0, 9, 9)}, {"gw-a": EPOCH})
+    reports = GatewayReports({stream: ReportedStream(EPOCH, 0, 9, 9)}, {"gw-a": ReportTime(0, EPOCH)})
     denied = {(item.key, item.etag): Quarantined(1, "AccessDenied: Access Denied")}
     found = build(TableState(), inventory, reports, "lake.messages", 0, unreadable=denied)
     assert ([found.total(kind) for kind in KINDS], found.complete) == ([0, 0, 10, 0, 0], False)
@@ -310,7 +313,9 @@ def test_an_object_that_was_refused_or_not_read_counts_whatever_its_gateway_drop
     refused, unread = ((item.key, item.etag) for item in inventory.streams[stream])
     state.quarantine[refused] = Quarantined(0, "empty: 0 bytes")
     denied = {unread: Quarantined(1, "AccessDenied: Access Denied")}
-    reports = GatewayReports({stream: ReportedStream(EPOCH, 0, 29, 29, ((0, 29, reason),))}, {"gw-a": EPOCH})
+    reports = GatewayReports(
+        {stream: ReportedStream(EPOCH, 0, 29, 29, ((0, 29, reason),))}, {"gw-a": ReportTime(0, EPOCH)}
+    )
     found = build(state, inventory, reports, "lake.messages", 0, unreadable=denied)
     assert [(hole.first, hole.last, hole.kind) for hole in found.streams[0].holes] == [
         (0, 9, "quarantined"),
