@@ -131,7 +131,9 @@ def read_gateway_reports(
         if same is not None and etag == entry.etag:
             found.add(same)
         else:
-            reads.append(partial(_read, store, parsing, entry))
+            # what is read now is no older than what was read before, though a late notification may be
+            since = max((time.stored for time in same.times.values()), default=0) if same else 0
+            reads.append(partial(_read, store, parsing, entry._replace(modified=max(entry.modified, since))))
     for answer in ahead(reads, store.ahead):
         found.add(answer())
     for _, same in keys.values() if others_stay else ():

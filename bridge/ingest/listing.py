@@ -143,7 +143,8 @@ def look_around(
     if full or notifications is None:
         listed = store.under(REPORTS)
     else:
-        listed = iter({entry.key: entry for entry in events if entry.key.startswith(REPORTS)}.values())
+        named = sorted(events, key=lambda entry: entry.modified)  # a queue keeps no order
+        listed = iter({entry.key: entry for entry in named if entry.key.startswith(REPORTS)}.values())
     reports = read_gateway_reports(
         store, listed, unchanged, others_stay=not full and notifications is not None
     )

@@ -59,11 +59,16 @@ class Notifications:
         prefix = place.path.strip("/")
         self._bucket, self._prefix = place.netloc, f"{prefix}/" if prefix else ""
         self._received: dict[str, list[str]] = {}  # keys by the receipt of their message
+        self._reports: dict[str, Entry] = {}  # gateway reports, by key, that no commit has recorded yet
         self.strange = 0  # messages about no object under `source`
 
     def receive(self) -> Iterator[Entry]:
-        """Yield the objects that the queue names; an object may come several times."""
+        """Yield the objects that the queue names; an object may come several times.
+
+        Gateway reports that are not recorded come each time: the queue hides their messages for a while.
+        """
         self._received, self.strange = {}, 0
+        yield from list(self._reports.values())
         while len(self._received) < MESSAGES:
             answer = self._client.receive_message(
                 QueueUrl=self.url, MaxNumberOfMessages=BATCH, WaitTimeSeconds=WAIT
@@ -74,6 +79,7 @@ class Notifications:
             for message in messages:
                 entries = list(self._entries(message["Body"]))
                 self._received[message["ReceiptHandle"]] = [entry.key for entry in entries]
+                self._reports |= {entry.key: entry for entry in entries if entry.key.startswith(REPORTS)}
                 yield from entries
 
     def done(self, unreadable: Collection[str], *, recorded: bool) -> None:
@@ -81,6 +87,8 @@ class Notifications:
 
         Those of gateway reports stay, too, if the reports are not `recorded` in the state of the table.
         """
+        if recorded:
+            self._reports = {}
         settled = [
             receipt
             for receipt, keys in self._received.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from bridge.ingest.listing import DAY
 from bridge.ingest.notifications import Notifications
 from bridge.ingest.report import survey
 from bridge.ingest.store import StorageLocation
+from bridge.objectkeys import report_key
 from tests.ingest.gateway import START, Gateway, reported
 from tests.ingest.test_listing import upload
 from tests.ingest.test_verdict import InProcess
@@ -131,6 +133,44 @@ def test_messages_of_what_is_not_settled_stay_in_the_queue(
     summary = run(2)
     assert (summary.rows, summary.report.total("unreadable")) == (10, 50)
     assert queue.left() == 3  # the report, and the two uploads of the unreadable object
+
+
+def test_a_report_counts_in_each_run_until_it_is_recorded(
+    bucket: StorageLocation, iceberg: Sink, queue: Queue
+) -> None:
+    """The queue hides its message meanwhile."""
+    notifications = Notifications(queue.url, bucket)
+
+    def cycle(at: float) -> Summary:
+        clock = lambda: int((START + at * 1000) * 1_000_000)  # noqa: E731 # a line of its own for the time
+        return ingest(InProcess, bucket, iceberg(), clock=clock, notifications=notifications)
+
+    gateway = Gateway(bucket)
+    upload(gateway, 0, 99)
+    assert cycle(0).report.complete
+    gateway.report(reported(149), updated=START + 1000)  # but somebody has deleted the object
+    for at in range(1, 4):
+        assert cycle(at).report.total("missing") == 50
+    gateway.export(0, 9, stream="other")
+    assert (cycle(4).rows, cycle(5).report.total("missing")) == (10, 50)
+
+
+def test_an_old_notification_that_comes_late_makes_no_report_older(
+    bucket: StorageLocation, queue: Queue, run: Callable[[float], Summary]
+) -> None:
+    gateway = Gateway(bucket)
+    upload(gateway, 0, 99)
+    gateway.report(reported(99), reported(9, exported=-1, stream="other"), updated=START + 500)
+    run(0)
+    gateway.report(reported(109), updated=START + 1000)
+    gateway.export(100, 109)
+    assert run(1).report.total("missing") == 10
+    _, _, name, prefix = bucket.url.split("/", 3)
+    report = {"key": f"{prefix}/{report_key(gateway.name)}", "size": 1, "eTag": "old"}
+    record = {"eventName": "ObjectCreated:Put", "eventTime": "2020-01-01T00:00:00.000Z"}
+    queue.send(json.dumps({"Records": [record | {"s3": {"bucket": {"name": name}, "object": report}}]}))
+    gateway.export(110, 119)
+    assert (run(2).report.total("missing"), run(3).report.total("missing")) == (10, 10)
 
 
 def test_strange_messages_are_a_note_and_stop_nothing(
