@@ -137,8 +137,8 @@ def ingest(
     for every round, and not if there is nothing new; `clock` gives the Unix time in ns. Everything is listed
     if the last full listing is `full_every` seconds old (see `listing`), and otherwise nothing that
     `notifications` name.
-    Raises IngestError, CommitConflict after five rounds in a row that lost against other runs, and whatever
-    the tasks and the libraries raise.
+    Raises IngestError, also for a table with rows of which no run knows; CommitConflict after five rounds in
+    a row that lost against other runs, and whatever the tasks and the libraries raise.
     """
     began = time.monotonic()
     listing = look_around(
@@ -165,6 +165,12 @@ def ingest(
             if conflicts == CONFLICTS:
                 raise CommitConflict(f"{sink.name}: other runs kept committing")
             continue
+        if version is None and standing.rows:
+            raise IngestError(
+                f"{sink.name}: it has {standing.rows} rows, and no run has ever added any; nothing was "
+                "added, because messages that it has would be there twice; let `streambridge ingest repair` "
+                "count them first"
+            )
         recorded = state.differs
         differs = weigh(sink.name, state, standing)
         if retry is None:

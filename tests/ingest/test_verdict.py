@@ -532,6 +532,23 @@ def test_a_change_by_others_during_a_repair_or_a_round_is_noticed_by_the_next_ru
     assert any("was changed by others" in problem for problem in summary.report.problems)
 
 
+def test_a_table_with_rows_that_no_run_has_added_is_refused_until_a_repair_has_counted_them(
+    landing: StorageLocation, sink: Sink
+) -> None:
+    """As after a copy of a table; a new table without rows is taken."""
+    gateway = Gateway(landing)
+    gateway.export(0, 9)
+    sink().target()
+    append(sink(), of_others(range(10)))
+    for _ in range(2):
+        with pytest.raises(IngestError, match=r"it has 10 rows, and no run .*`streambridge ingest repair`"):
+            run(landing, sink())
+    assert repair(sink(), dry_run=False).committed
+    gateway.export(10, 19)
+    assert run(landing, sink()).report.complete
+    assert numbers(sink()) == list(range(20))
+
+
 @pytest.mark.parametrize("partitions", [["gateway"], None], ids=["gateway", "none"])
 def test_a_delta_table_with_other_partitions_is_refused_before_anything_is_written(
     landing: StorageLocation, delta: Sink, partitions: list[str] | None

@@ -381,7 +381,8 @@ def _check_names(name: str, table: DeltaTable) -> None:
             raise IngestError(
                 f"{name}: its files have the column {field.name} under the name {stored}: another engine has "
                 "renamed or added it by column mapping, which is not supported; nothing was written. "
-                f"Rename it to {stored}, or copy the table into a new one without column mapping"
+                f"Rename it to {stored}, or copy the table into a new one without column mapping, and let "
+                "`streambridge ingest repair` count the rows of the copy before the next run"
             )
 
 
