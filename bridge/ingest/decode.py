@@ -55,6 +55,8 @@ PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]{0,62}\Z")
 
 TEXT = re.compile(rb'"([^"\n]*)"(\s*:)?')  # in lines without escapes; before a colon it is a column name
 
+MAX_DAYS = 10_000  # in one object: each takes a data file, and a gateway that sends one row a day 27 years
+DAY = 86_400_000_000  # us
 YEARS = (0, 253_402_300_800_000_000)  # us: the years 1970 to 9999, as far as calendars reach
 
 KINDS = (  # of additional columns, and their types in the table
@@ -184,6 +186,10 @@ def _check(columns: dict[str, pa.ChunkedArray], key: ObjectKey, absent: LeftOut 
     ends = pc.min_max(columns["ingest_time"].cast(pa.int64())).as_py()
     if ends["min"] < YEARS[0] or ends["max"] >= YEARS[1]:
         raise BadObject("ingest_time is not between the years 1970 and 9999")
+    if ends["max"] // DAY - ends["min"] // DAY >= MAX_DAYS:
+        days = len(pc.unique(pc.divide(columns["ingest_time"].cast(pa.int64()), DAY)))
+        if days > MAX_DAYS:
+            raise BadObject(f"its rows are of {days} days, an object may have {MAX_DAYS}")
     for name, expected in (("gateway", key.gateway), ("stream", key.stream), ("epoch", str(key.epoch))):
         values = pc.unique(columns[name]).to_pylist()
         if values != [expected]:

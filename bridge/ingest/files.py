@@ -149,9 +149,15 @@ class DayFiles:
         if first == last:
             self._add(first, table)
         else:
-            days = pc.floor_temporal(times, unit="day")
-            for start in pc.unique(days):
-                self._add(start.as_py().strftime("%Y-%m-%d"), table.filter(pc.equal(days, start)))
+            # sorted once: to look through all rows for each day would take long for an object of many days
+            table = table.combine_chunks()
+            days = pc.floor_temporal(times, unit="day").combine_chunks()
+            order = pc.sort_indices(days)  # stable
+            start = 0
+            for found in pc.value_counts(days.take(order)):
+                count = found["counts"].as_py()
+                self._add(found["values"].as_py().strftime("%Y-%m-%d"), table.take(order.slice(start, count)))
+                start += count
         if sum(day.bytes for day in self._days.values()) > BUFFERED:
             max(self._days.values(), key=lambda day: day.bytes).flush()
 

@@ -9,6 +9,7 @@ import os
 import sys
 import zlib
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -203,6 +204,27 @@ def test_an_object_without_new_columns_is_taken_when_the_table_has_too_many(
     assert reader(ndjson(content(column_7=1)), key(), extras)["column_7"].to_pylist() == [1] * 10
     with pytest.raises(BadObject, match="1 new columns would make more than 100"):
         reader(ndjson(content(another=1)), key(), extras)
+
+
+@pytest.mark.parametrize(("days", "repeated"), [(10_000, 3), (10_001, 1)])
+def test_an_object_of_very_many_days_is_refused(days: int, repeated: int) -> None:
+    """Each day takes a data file. The days need not follow each other, nor the rows their order."""
+    count = days * repeated
+    rows = content()[:1] * count
+    table = pa.Table.from_pylist(rows)
+    times = [number % days * 2 * 86_400_000_000 for number in range(count)]
+    for name, values in (
+        ("sequence_number", pa.array(range(count))),
+        ("ingest_time", pa.array(times).cast(TIME)),
+    ):
+        table = table.set_column(table.column_names.index(name), name, values)
+    file = BytesIO()
+    pq.write_table(table, file)
+    if days <= 10_000:
+        assert decode(file.getvalue(), key("parquet", 0, count - 1), {}).num_rows == count
+        return
+    with pytest.raises(BadObject, match="its rows are of 10001 days, an object may have 10000"):
+        decode(file.getvalue(), key("parquet", 0, count - 1), {})
 
 
 def test_text_that_is_not_utf8_is_refused() -> None:

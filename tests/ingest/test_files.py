@@ -49,6 +49,23 @@ def test_an_object_of_many_days_never_has_many_files_open(tmp_path: Path) -> Non
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+def test_rows_of_any_order_are_in_the_files_of_their_days_in_that_order(tmp_path: Path) -> None:
+    parts = [messages(number, number) for number in (5, 3, 4, 3, 5, 5, 4)]
+    with DayFiles(target(tmp_path)) as writing:
+        writing.add(pa.concat_tables([messages(0, 0), messages(3, 5), *parts]))
+    found = {
+        file.day: pq.read_table(tmp_path / file.path, partitioning=None)["sequence_number"].to_pylist()
+        for file in writing.written
+    }
+    assert found == {
+        "2026-11-18": [0],
+        "2026-11-21": [3, 3, 3],
+        "2026-11-22": [4, 4, 4],
+        "2026-11-23": [5, 5, 5, 5],
+    }
+    assert sum(file.rows for file in writing.written) == 11
+
+
 @pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
 def test_the_bounds_of_a_file_are_those_of_its_rows_in_whatever_order_they_came(
     tmp_path: Path, order: tuple[int, ...]
