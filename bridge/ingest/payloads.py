@@ -8,8 +8,9 @@
   or if its text has an unpaired surrogate, which UTF-8 cannot express.
 
 A payload that is larger than `MAX_TEXT` or nested deeper than `MAX_DEPTH`, as CBOR or as JSON, is refused
-too, and so is CBOR whose parts refer to each other. CBOR's byte strings become base64, its times ISO 8601,
-its other keys text.
+too, and so is CBOR whose parts refer to each other, or that is slow to decode: numbers of very many bytes,
+and sets and keys of maps whose hashes a payload could choose. CBOR's byte strings become base64, its times
+ISO 8601, its other keys text.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ MAX_TEXT = 16 << 20  # bytes of a payload or of its JSON: a worker holds several
 MAX_DEPTH = 100  # of nesting: later readers of JSON and VARIANT recurse once per level
 TAG = 6
 REFERENCES = frozenset((25, 28, 29, 256))  # tags: stringref, shareable, sharedref, stringref namespace
+BIGNUMS = frozenset((2, 3))  # tags
+SET = 258  # tag
+MAX_BIGNUM = 1786  # bytes: no longer integer has the 4,300 digits at most that Python converts to text
 BREAK = 0xFF  # ends an item of indefinite length
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -150,38 +154,47 @@ def _entries(payload: bytes) -> int:
     """Return the number of map entries, on all levels, of the one data item that fills the payload.
 
     Goes from one head to the next (RFC 8949, section 3); linear in the length. Raises Misfit for a reference
-    between parts of the payload and for bytes after the item, and IndexError if it is truncated.
+    between parts of the payload, for what is slow to decode and for bytes after the item, and IndexError if
+    it is truncated.
     """
     entries = pos = 0
-    levels = [[1, 0]]  # items left, or -1 and less until a break; 1 for a map of indefinite length
+    # items left, or -1 and less until a break; whether it is a map; whether it is a number of many bytes
+    levels: list[tuple[list[int], bool, bool]] = [([1], False, False)]
     while levels:
-        level = levels[-1]
+        level, is_map, is_bignum = levels[-1]
         if not level[0]:
             levels.pop()
             continue
         major, info = payload[pos] >> 5, payload[pos] & 31
         pos += 1
         if payload[pos - 1] == BREAK and level[0] < 0:
-            entries += level[1] * (-1 - level[0]) // 2
+            entries += is_map * (-1 - level[0]) // 2
             levels.pop()
             continue
+        # a device could choose such keys so that all of their hashes are the same; those of text are random
+        if is_map and level[0] % 2 == (level[0] < 0) and major in (4, 5, TAG):
+            raise Misfit("a key is a list, an object or a tagged value")
         level[0] -= 1
         number = info
         if 24 <= info < 28:
             width = 1 << info - 24
             number = int.from_bytes(payload[pos : pos + width], "big")
             pos += width
+        if is_bignum and major == 2 and (info == 31 or number > MAX_BIGNUM):
+            raise Misfit(f"a number of more than {MAX_BIGNUM} bytes")
         if major in (2, 3, 4, 5) and info == 31:
-            levels.append([-1, major == 5])
+            levels.append(([-1], major == 5, False))
         elif major in (2, 3):
             pos += number
         elif major in (4, 5):
             entries += number * (major - 4)
-            levels.append([number * (major - 3), 0])
+            levels.append(([number * (major - 3)], major == 5, False))
         elif major == TAG:
             if number in REFERENCES:
                 raise Misfit("CBOR whose parts refer to each other")
-            levels.append([1, 0])
+            if number == SET:
+                raise Misfit("a set")
+            levels.append(([1], False, is_bignum or number in BIGNUMS))
     if pos != len(payload):
         raise Misfit("not CBOR")
     return entries

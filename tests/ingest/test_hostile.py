@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import UTC, datetime
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import cbor2
@@ -81,6 +84,11 @@ def string_references() -> bytes:
     return b"\xd9\x01\x00\x99\x27\x11" + text + b"\xd8\x19\x00" * 10_000
 
 
+def bignum(length: int) -> bytes:
+    """An integer of so many bytes."""
+    return b"\xc2\x59" + length.to_bytes(2, "big") + b"\x7f" * length
+
+
 @pytest.mark.parametrize(
     "payload",
     [
@@ -93,6 +101,14 @@ def string_references() -> bytes:
         b"\x9a\x7f\xff\xff\xff\x00",
         b"\x5b\x00\x00\x7f\xff\xff\xff\xff\xff",
         b"\xc2\x5a\x00\x10\x00\x00" + b"\xff" * (1 << 20),
+        b"\xc4\x82\x01" + bignum(3000),
+        b"\xc4\x82\x01\xc2\xd9\xd9\xf7" + bignum(3000)[1:],
+        b"\xc4\x82\x01\xc2\x5f" + bignum(3000)[1:] + b"\xff",
+        b"\xd8\x1e\x82" + bignum(3000) + bignum(2999),
+        b"\xa2\x61a\x01" + bignum(9) + b"\x01",
+        b"\xbf\x61a\x01" + bignum(9) + b"\x01\xff",
+        b"\xa1\x82\x01\x02\x01",
+        b"\xd9\x01\x02\x82\x01\x02",
         b"\x78" + b"\xff" * 3,
         b"\x59\x80\x00" + b"\x01" * 10,
         b"\x7a\x01\x00\x00\x01" + b"x" * ((16 << 20) + 1),
@@ -110,6 +126,18 @@ def test_cbor_that_only_looks_like_a_reference_is_read() -> None:
         [b"\xd9\x01\x00"],
     ):
         assert decoded(cbor2.dumps(value), "cbor")
+
+
+def test_cbor_of_all_usual_kinds_is_read() -> None:
+    when = datetime(2026, 11, 18, tzinfo=UTC)
+    value = {"a": [2**70, -(2**600), Decimal("1.5")], 1: {-3: when, None: Fraction(1, 3)}, 2.5: [True, {}]}
+    assert decoded(cbor2.dumps(value), "cbor") == {
+        "a": [2**70, -(2**600), "1.5"],
+        "1": {"-3": "2026-11-18T00:00:00+00:00", "null": "1/3"},
+        "2.5": [True, {}],
+    }
+    indefinite = b"\xbf\x61a" + bignum(9) + b"\x61b\x9f" + bignum(1785) + b"\xff\xff"
+    assert list(decoded(indefinite, "cbor")) == ["a", "b"]
 
 
 def test_json_that_is_nested_deep_or_very_large_is_no_payload() -> None:
