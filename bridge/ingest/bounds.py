@@ -4,9 +4,9 @@ Arrow trusts a file: it recurses once per level of the schema, allocates the siz
 and repeats a dictionary value as often as rows refer to it. The sizes in the footer bound none of this,
 because Arrow does not compare them with the pages. So this module reads the headers where Arrow reads them,
 in Thrift's compact protocol: the footer (`FileMetaData` of parquet.thrift), and the header of every page. It
-bounds the footer, the depth and number of columns, the number of pages, and the size that they unpack to.
-Only a dictionary can make values larger than their pages; `check_parquet` returns the number of rows that can
-be decoded together and still fit.
+bounds the footer and these headers, the depth and number of columns, the number of pages, and the size that
+they unpack to. Only a dictionary can make values larger than their pages; `check_parquet` returns the number
+of rows that can be decoded together and still fit.
 
 Encodings whose output is not bounded by the size of the page (DELTA_LENGTH_BYTE_ARRAY, DELTA_BYTE_ARRAY) are
 refused; no gateway writes them.
@@ -26,6 +26,8 @@ MAX_FOOTER = 4 << 20  # bytes: 1,000 row groups of seven columns take a quarter 
 MAX_ELEMENTS = 1000  # of a schema: columns, and the fields nested in them
 MAX_DEPTH = 16  # of a schema, and of Thrift's structs
 MAX_PAGES = 100_000
+MAX_HEADER = 64 << 10  # bytes of the header of a page: Arrow writes 4 KiB of bounds at most
+MAX_HEADERS = 16 << 20  # bytes of all of them
 BYTE_ARRAYS = (6, 7)  # physical types: BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY
 DICTIONARY_PAGE = 2
 INDEX_PAGE = 1
@@ -92,7 +94,7 @@ def check_parquet(footer: Footer, rows: int, budget: int) -> int:
         raise BadObject(f"{found} rows, but the key promises {rows}")
     if rows * columns * 8 > budget:
         raise BadObject(f"unpacks to more than {budget} bytes: {rows} rows of {columns} columns")
-    left, pages, repeated = budget, MAX_PAGES, 0
+    left, pages, headers, repeated = budget, MAX_PAGES, MAX_HEADERS, 0
     for group in groups:
         values = 0  # bytes: the largest dictionary values that one row of this group can refer to
         for column in _list(group, 1):
@@ -100,12 +102,15 @@ def check_parquet(footer: Footer, rows: int, budget: int) -> int:
                 raise BadObject("a column is in another file")
             meta = _struct(column, 3)
             largest = 0
-            for kind, size in _pages(data, meta, start):
+            for kind, size, header in _pages(data, meta, start):
                 pages -= 1
                 left -= size
+                headers -= header
                 if pages < 0 or left < 0:
                     limit = f"{MAX_PAGES} pages" if pages < 0 else f"{budget} bytes"
                     raise BadObject(f"unpacks to more than {limit}")
+                if headers < 0:
+                    raise BadObject(f"the headers of its pages have more than {MAX_HEADERS} bytes")
                 if kind == DICTIONARY_PAGE and _int(meta, 1) in BYTE_ARRAYS:
                     largest = max(largest, size)
             values += largest
@@ -138,17 +143,18 @@ def _check_schema(elements: list[Any]) -> int:
     return leaves
 
 
-def _pages(data: bytes, meta: Struct, end_of_pages: int) -> Iterator[tuple[int, int]]:
-    """Yield the type and the unpacked size of each page of a column chunk."""
+def _pages(data: bytes, meta: Struct, end_of_pages: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the type, the unpacked size and the size of the header of each page of a column chunk."""
     pos, length = _int(meta, 9), _int(meta, 7)
     if 11 in meta and 0 < _int(meta, 11) < pos:  # the dictionary comes before the data
         pos = _int(meta, 11)
     end = pos + length
     if pos < 0 or length < 0 or end > end_of_pages:
         raise BadObject("truncated: a column reaches beyond the object")
-    reader = _Reader(data, end)
     while pos < end:
-        header, pos = reader.struct(pos)
+        began = pos
+        header, pos = _Reader(data, min(end, began + MAX_HEADER)).struct(began)
+        used = pos - began
         kind, size, packed = _int(header, 1), _int(header, 2), _int(header, 3)
         if size < 0 or not 0 <= packed <= end - pos:
             raise BadObject("truncated: a page reaches beyond its column")
@@ -158,7 +164,7 @@ def _pages(data: bytes, meta: Struct, end_of_pages: int) -> Iterator[tuple[int, 
             encoding = _int(inner, 4 if kind == 3 else 2)
             if encoding not in ENCODINGS:
                 raise BadObject(f"a page has the encoding {encoding}, whose output has no bound")
-        yield kind, size
+        yield kind, size, used
 
 
 def _field(fields: Struct, name: int, kind: type[T]) -> T:
@@ -240,12 +246,16 @@ class _Reader:
 
     def _skip(self, pos: int, length: int) -> int:
         if length > self._end - pos:
-            raise BadObject("truncated: its headers end too early")
+            raise self._cut()
         return pos + length
+
+    @staticmethod
+    def _cut() -> BadObject:
+        return BadObject("truncated, or a header is too large: its headers end too early")
 
     def _byte(self, pos: int) -> tuple[int, int]:
         if pos >= self._end:
-            raise BadObject("truncated: its headers end too early")
+            raise self._cut()
         return self._data[pos], pos + 1
 
     def _varint(self, pos: int) -> tuple[int, int]:

@@ -213,6 +213,18 @@ def deep_headers() -> bytes:
     return b"PAR1" + meta + struct.pack("<I", len(meta)) + b"PAR1"
 
 
+def padded_pages(count: int, padding: int) -> bytes:
+    """Pages of nothing, each with a header of so many bytes that no reader needs."""
+    header = (
+        b"\x15\x00" * 3 + b"\x2c\x15\x02\x15\x00\x00" + b"\x49\xf3" + varint(padding) + bytes(padding + 1)
+    )
+    length = zigzag(count * len(header))
+    meta = b"\x15\x02\x35\x00\x16\x02\x16" + length + b"\x16" + length + b"\x26\x08\x00"
+    groups = b"\x19\x1c\x19\x1c\x26\x08\x1c" + meta + b"\x00\x16" + length + b"\x16" + zigzag(10) + b"\x00"
+    data = footer([element(1), element(None)], groups=groups)
+    return data[:4] + header * count + data[4:]
+
+
 def patched(data: bytes, old: bytes, new: bytes) -> bytes:
     """The same file with other bytes at one place of its footer, of the same length."""
     assert len(old) == len(new)
@@ -284,6 +296,12 @@ PARQUET: dict[str, tuple[Make, int, str]] = {
     ),
     "a wide schema": (wide_schema, 10, "its schema has 100001 elements"),
     "deep headers": (deep_headers, 10, "its headers are nested deeper than 16"),
+    "a large header of a page": (lambda: padded_pages(1, 1 << 20), 10, "a header is too large"),
+    "large headers of many pages": (
+        lambda: padded_pages(300, 60_000),
+        10,
+        "the headers of its pages have more",
+    ),
     "a footer that lies about its rows": (lying_rows, 10, "rows"),
     "a footer that lies about a size": (lying_size, 1, "unpacks to more than"),
     "wide nulls": (typed_fixed, 10, "it holds fixed_size_binary"),
