@@ -31,6 +31,7 @@ from bridge.ranges import Ranges
 YEAR_10000 = 253_402_300_800_000  # ms
 VERSION = 40  # characters of a version that are kept
 EPOCH_DIGITS = 19  # of the epoch in an object key
+MAX_STREAMS = 50_000  # of a report: those that a gateway can open, see docs/scale.md
 MAX_REPORT = 32 << 20  # bytes: 600 streams, each with the thousand ranges that a gateway lists at most
 
 
@@ -55,6 +56,11 @@ class ReportedStream:
     dropped: tuple[tuple[int, int, str], ...] = ()
     ahead: tuple[tuple[int, int], ...] | None = None  # None: objects come in the order of their numbers
     stored: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the gateway has never had a message of the stream."""
+        return max(self.newest, self.exported) < 0 and not self.ahead and not self.dropped
 
     @property
     def time(self) -> ReportTime:
@@ -164,6 +170,8 @@ def _parsed(entry: Entry, content: bytes) -> GatewayReports:
         time = ReportTime(entry.modified // 1000 * 1000, int(document["updated"]))
         if key != report_key(gateway):  # a copy, perhaps of an older report
             raise ValueError(f"it belongs to {gateway}, whose report has another key")
+        if (count := len(document["streams"])) > MAX_STREAMS:
+            raise ValueError(f"it has {count} streams, a report may have {MAX_STREAMS}")
         for stream in document["streams"]:
             name = StreamId(gateway, str(stream["stream"]), int(stream["epoch"]))
             name.stream.encode()  # raises for half a surrogate pair, which nothing can store

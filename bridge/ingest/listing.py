@@ -87,12 +87,24 @@ class Listing:
     def save_reports(self, state: TableState) -> None:
         """Put the reports into the state, even for streams without an object, which may never get one.
 
-        What another run has saved since may be newer, and stays.
+        What another run has saved since may be newer, and stays. A stream without any number is forgotten
+        when its gateway no longer lists it: a gateway could name new ones in each report.
         """
         for name, reported in self.reports.streams.items():
             stream = state.of(name)
             if stream.reported is None or stream.reported.time <= reported.time:
                 stream.reported = reported
+        gone = [
+            name
+            for name, stream in state.streams.items()
+            if stream.is_empty
+            and name not in self.reports.streams
+            and stream.reported is not None
+            and name.gateway in self.reports.times
+            and stream.reported.time <= self.reports.times[name.gateway]
+        ]
+        for name in gone:
+            del state.streams[name]
 
     def is_news(self, state: TableState) -> bool:
         """Return whether the state knows of no full listing that is as new as this one."""

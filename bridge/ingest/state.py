@@ -88,6 +88,12 @@ class StreamState:
         """How many of its rows the table has."""
         return self.covered.count() - sum(self.filtered.values())
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether neither the table nor a report has any number of the stream."""
+        numbers = bool(self.covered or self.removed or self.absent or self.open)
+        return not numbers and (self.reported is None or self.reported.is_empty)
+
     def take(self, pieces: Iterable[Piece], *, known_last: int) -> None:
         """Add the numbers of one object; `known_last` is the stream's highest number before this round."""
         late = 0

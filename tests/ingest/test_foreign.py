@@ -62,6 +62,16 @@ def test_a_gateway_report_of_many_bytes_is_a_problem_and_is_not_read(tmp_path: P
     assert "bytes are more than the" in problem
 
 
+def test_a_gateway_report_of_very_many_streams_is_a_problem(tmp_path: Path) -> None:
+    gateway = Gateway(StorageLocation(str(tmp_path)))
+    for count in (50_000, 50_001):
+        gateway.report(*[{"stream": str(number), "epoch": EPOCH, "newest": 0} for number in range(count)])
+        found = read_gateway_reports(LocalStore(tmp_path))
+        assert (len(found.streams), len(found.problems)) in ((50_000, 0), (0, 1))
+    (problem,) = found.problems
+    assert "it has 50001 streams" in problem
+
+
 def test_an_object_that_grew_since_it_was_listed_is_refused_before_it_is_in_memory(tmp_path: Path) -> None:
     with (tmp_path / "object").open("wb") as file:
         file.truncate(1 << 40)  # sparse

@@ -350,6 +350,23 @@ def test_a_report_in_a_state_of_an_earlier_version_is_older_than_any_other(
     assert not run(landing, sink(), at=2).report.in_full
 
 
+def test_streams_that_never_had_a_message_are_forgotten_when_their_gateway_no_longer_lists_them(
+    landing: Place, sink: Sink
+) -> None:
+    gateway = Gateway(landing)
+    for cycle in range(3):
+        gateway.export(10 * cycle, 10 * cycle + 9)
+        empty = [reported(-1, stream=f"empty-{cycle}-{number}") for number in range(4)]
+        pending = reported(9, exported=-1, stream=f"pending-{cycle}")
+        gateway.report(reported(10 * cycle + 9), pending, *empty, updated=START + cycle)
+        found = run(landing, sink(), at=cycle).report
+        names = {name.stream for name in load_state(sink()).streams}
+        kept = {f"empty-{cycle}-{number}" for number in range(4)} | {f"pending-{n}" for n in range(cycle + 1)}
+        assert names == {"s0", *kept}
+        assert (found.total("waiting"), found.total("missing")) == (10, 10 * cycle)
+        assert {stream.stream for stream in found.streams} == names
+
+
 def test_the_state_keeps_what_the_next_run_need_not_list(landing: Place, sink: Sink) -> None:
     gateway = Gateway(landing)
     gateway.export(0, 99)
