@@ -5,6 +5,7 @@ It lists no objects and reads no rows, so it can run every minute, on any machin
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable
@@ -19,11 +20,14 @@ UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
 
 @dataclass(slots=True)
 class Age:
-    """The age of the newest row in seconds, and the gateways whose newest row is too old; None: no row."""
+    """The age of the newest row in seconds, and the gateways whose newest row is too old; None: no row.
+
+    A row from the future does not count: one of a wrong clock would keep the alarm silent for years.
+    """
 
     age_seconds: float | None
     limit_seconds: float
-    late: dict[str, float]  # age in seconds by gateway, the oldest first
+    late: dict[str, float | None]  # age in seconds by gateway, the oldest first
     gateways: int
 
     @property
@@ -41,14 +45,14 @@ def seconds(text: str) -> float:
 
 def newest_row(sink: Sink, limit: float, clock: Callable[[], float] = time.time) -> Age:
     """Compare the newest rows with the limit, in seconds; `clock` gives Unix time in seconds."""
-    newest: dict[str, int] = {}
-    for name, stream in load_state(sink).streams.items():
-        ms = stream.times.get(stream.covered.last) if stream.covered else None
-        if ms is not None:
-            newest[name.gateway] = max(ms, newest.get(name.gateway, ms))
+    newest: dict[str, int | None] = {}
     now = clock()
-    ages = {gateway: round(now - ms / 1000, 3) for gateway, ms in newest.items()}
-    late = sorted(
-        (gateway for gateway in ages if ages[gateway] > limit), key=lambda name: (-ages[name], name)
-    )
-    return Age(min(ages.values(), default=None), limit, {name: ages[name] for name in late}, len(ages))
+    for name, stream in load_state(sink).streams.items():
+        if stream.covered:
+            times = (stream.newest(int(now * 1000)), newest.get(name.gateway))
+            newest[name.gateway] = max((ms for ms in times if ms is not None), default=None)
+    ages = {gateway: None if ms is None else round(now - ms / 1000, 3) for gateway, ms in newest.items()}
+    known = {gateway: age for gateway, age in ages.items() if age is not None}
+    late = sorted(gateway for gateway in ages if known.get(gateway, math.inf) > limit)
+    late.sort(key=lambda gateway: known.get(gateway, math.inf), reverse=True)
+    return Age(min(known.values(), default=None), limit, {name: ages[name] for name in late}, len(ages))

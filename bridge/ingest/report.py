@@ -316,7 +316,7 @@ def _stream(
     report.late_objects, report.late_rows = state.late_objects, state.late_rows
     if covered:
         report.first, report.last, report.rows = covered.first, covered.last, state.rows
-        report.newest_ms = state.times.get(covered.last)
+        report.newest_ms = state.newest(now)
         report.lag_seconds = (
             round((now - report.newest_ms) / 1000, 3) if report.newest_ms is not None else None
         )

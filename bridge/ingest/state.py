@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 FORMAT, REMOVED_FORMAT, FILTERED_FORMAT = 1, 2, 3
 KEEP_MS = 7 * 24 * 3600 * 1000  # documents are kept for a rollback of up to a week
+AHEAD_MS = 3_600_000  # that the clock of a gateway may be ahead of ours
 RANDOM_BITS = 20  # two drivers get different versions in the same ms
 
 
@@ -106,6 +107,16 @@ class StreamState:
             late += piece.rows if piece.last < known_last else 0
         self.late_objects += 1 if late else 0
         self.late_rows += late
+
+    def newest(self, now: int) -> int | None:
+        """Return the ingest time of the newest row, as far as it is known; both are Unix time in ms.
+
+        A time more than an hour after `now` is that of a wrong clock, and does not count.
+        """
+        last = self.times.get(self.covered.last) if self.covered else None
+        if last is None or last <= now + AHEAD_MS:
+            return last
+        return max((ms for ms in self.times.values() if ms <= now + AHEAD_MS), default=None)
 
     def tidy(self) -> None:
         """Drop the times of numbers that no longer bound an interval."""

@@ -18,6 +18,7 @@ from bridge.ingest.commands import app
 from bridge.ingest.errors import BadOption
 from bridge.ingest.job import ingest
 from bridge.ingest.metrics import MetricsFile
+from bridge.ingest.report import survey
 from bridge.ingest.store import StorageLocation
 from tests.ingest.conftest import need_java
 from tests.ingest.gateway import START, Gateway, reported
@@ -104,6 +105,28 @@ def test_the_age_is_that_of_the_newest_row_of_the_table_or_of_each_gateway(
 def invoked(*arguments: str) -> Result:
     """Run a command in this process: only `ingest` itself needs one of its own."""
     return CliRunner().invoke(app, arguments)
+
+
+def test_rows_from_the_future_do_not_keep_the_alarm_silent(
+    tmp_path: Path, landing: StorageLocation, iceberg: Sink
+) -> None:
+    """One is the last of a gateway that was right before, and one is all that another gateway has sent."""
+    year, now = 365 * 24 * 3600, START / 1000 + 99 + 30
+    gateway = Gateway(landing)
+    gateway.export(0, 99)
+    gateway.export(100, 100, step_ms=60_000_000)  # its clock is set to 69 days later
+    Gateway(landing, "gw-b").export(0, 0, hour_of=0, step_ms=1, ingest_time=START + 70 * year * 1000)
+    ingest(InProcess, landing, iceberg())
+    found = newest_row(iceberg(), 60, clock=lambda: now)
+    assert (found.age_seconds, found.too_old, found.late, found.gateways) == (
+        129,
+        True,
+        {"gw-a": 129, "gw-b": None},
+        2,
+    )
+    _, report = survey(landing, iceberg())
+    (stream,) = [stream for stream in report.streams if stream.gateway == "gw-b"]
+    assert (stream.rows, stream.newest_ms, stream.lag_seconds) == (1, None, None)
 
 
 def test_the_alarm_ends_with_a_code_of_its_own(
