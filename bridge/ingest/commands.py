@@ -90,7 +90,7 @@ def ingest(
         float | None, typer.Option(min=1, help="Keep running: look for new objects every N seconds [once].")
     ] = None,
     retry_quarantined: Annotated[
-        bool, typer.Option("--retry-quarantined", help="Read quarantined objects again.")
+        bool, typer.Option("--retry-quarantined", help="Read quarantined objects again; forget deleted ones.")
     ] = False,
     full_listing_every: Annotated[
         float,

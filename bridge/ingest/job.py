@@ -133,10 +133,10 @@ def ingest(
 ) -> Summary:
     """Bring the table up to date with the objects under `source`; calls `on_round` after every round.
 
-    With `retry_quarantined`, the objects that earlier runs quarantined are read once more. `tasks` is called
-    for every round, and not if there is nothing new; `clock` gives the Unix time in ns. Everything is listed
-    if the last full listing is `full_every` seconds old (see `listing`), and otherwise nothing that
-    `notifications` name.
+    With `retry_quarantined`, the objects that earlier runs quarantined are read once more, and those that
+    were deleted since are forgotten. `tasks` is called for every round, and not if there is nothing new;
+    `clock` gives the Unix time in ns. Everything is listed if the last full listing is `full_every` seconds
+    old (see `listing`), and otherwise nothing that `notifications` name.
     Raises IngestError, also for a table with rows of which no run knows; CommitConflict after five rounds in
     a row that lost against other runs, and whatever the tasks and the libraries raise.
     """
@@ -171,6 +171,7 @@ def ingest(
                 "added, because messages that it has would be there twice; let `streambridge ingest repair` "
                 "count them first"
             )
+        forgotten = retry_quarantined and listing.forget_deleted(state)
         recorded = state.differs
         differs = weigh(sink.name, state, standing)
         if retry is None:
@@ -215,7 +216,7 @@ def ingest(
         rounds.append(done)
         on_round(done)
     unlisted = listing.full and full_every > 0 and listing.is_news(state) and version is not None
-    if (differs and not recorded) or unlisted:
+    if (differs and not recorded) or unlisted or forgotten:
         with suppress(IngestError):  # the next run finds it again
             listing.save_reports(state)
             listing.record(state, unreadable.keys())

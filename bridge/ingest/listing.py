@@ -106,6 +106,23 @@ class Listing:
         for name in gone:
             del state.streams[name]
 
+    def forget_deleted(self, state: TableState) -> bool:
+        """Drop quarantined objects that no longer exist from the state; returns whether there were any.
+
+        Only those of streams that were listed whole, and not if the table was last filled from elsewhere.
+        """
+        if self.base is None or self.base.source != self.source:
+            return False
+        there = {item.key for items in self.inventory.streams.values() for item in items}
+        gone = [
+            name
+            for name in state.quarantine
+            if name[0] not in there and (self.full or _stream_of(name[0]) in self.whole)
+        ]
+        for name in gone:
+            del state.quarantine[name]
+        return bool(gone)
+
     def is_news(self, state: TableState) -> bool:
         """Return whether the state knows of no full listing that is as new as this one."""
         listed = state.listed

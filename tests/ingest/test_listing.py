@@ -350,6 +350,30 @@ def test_a_report_in_a_state_of_an_earlier_version_is_older_than_any_other(
     assert not run(landing, sink(), at=2).report.in_full
 
 
+@pytest.mark.parametrize("full_every", [0.0, DAY])
+def test_a_quarantined_object_that_was_deleted_is_forgotten_by_a_retry(
+    landing: Place, sink: Sink, full_every: float
+) -> None:
+    gateway = Gateway(landing)
+    upload(gateway, 0, 9)
+    deleted = gateway.export(0, 49, stream="of-nobody", data=b"")
+    there = gateway.export(0, 4, stream="other", data=b"")
+    run(landing, sink())
+    gateway.store.delete([deleted])
+    assert run(landing, sink(), at=1, full_every=full_every).report.total("quarantined") == 55
+    elsewhere = StorageLocation(f"{landing.url}/elsewhere")
+    assert run(elsewhere, sink(), at=2, retry_quarantined=True).report.total("quarantined") == 55
+    run(landing, sink(), at=3)
+    for retry in (True, False):
+        found = run(landing, sink(), at=4, full_every=full_every, retry_quarantined=retry).report
+        assert [entry["key"] for entry in found.refused] == [there]
+        assert found.total("quarantined") == 5
+    gateway.store.delete([there])
+    upload(gateway, 10, 19)
+    assert run(landing, sink(), at=5, full_every=full_every, retry_quarantined=True).report.complete
+    assert run(landing, sink(), at=6, full_every=full_every).report.complete
+
+
 def test_streams_that_never_had_a_message_are_forgotten_when_their_gateway_no_longer_lists_them(
     landing: Place, sink: Sink
 ) -> None:
