@@ -91,8 +91,6 @@ class Registry:
             raise InvalidDefinition((*path, *inner), what, remedy) from None
         except ValueError as error:
             raise InvalidDefinition(path, str(error)) from None
-        except (Exception, SystemExit) as error:
-            raise InvalidDefinition(path, f"a defect of the plugin: {failure(error)}") from error
         return config
 
     def check(self, definition: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:

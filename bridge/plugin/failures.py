@@ -20,7 +20,7 @@ def failure(error: BaseException) -> str:
 
 def failed(error: BaseException) -> str:
     """Describe an exception of a plugin that no plugin should raise, such as IndexError from its `check`."""
-    return f"the plugin failed: {failure(error)}"
+    return f"a defect of the plugin: {failure(error)}"
 
 
 def _line_in_plugin(error: BaseException) -> str:

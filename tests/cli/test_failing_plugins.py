@@ -86,17 +86,17 @@ def test_a_gateway_starts_and_answers_though_a_plugin_fails_on_its_options(
         tmp_path, f'{PLUGINS}[streams.s]\ntopics = ["s/#"]\n{EXPORT}[streams.t]\ntopics = ["t/#"]\n'
     )
     services.append(service)
-    assert service.logged(rf"the plugin failed: {name}.*bad.py, line \d+")
+    assert service.logged(rf"a defect of the plugin: {name}.*bad.py, line \d+")
     export = ExportDefinition(more={"bad": [{"identifier": "x", "address": "host"}]})
     definition = MessageStreamDefinition(
         "t", strategy_on_full=StrategyOnFull.RejectNewData, topics=["t/#"], export_definition=export
     )
     with StreamManagerClient("127.0.0.1", service.mqtt_port) as client:
-        with pytest.raises(InvalidRequestException, match=f"the plugin failed: {name}"):
+        with pytest.raises(InvalidRequestException, match=f"a defect of the plugin: {name}"):
             client.update_message_stream(definition)
         assert client.append_message("t", b"stored") == 0
     check = streambridge("check", "-c", tmp_path / "bridge.toml")
-    assert f"streams.s.export.bad[0]: the plugin failed: {name}" in check.stdout
+    assert f"streams.s.export.bad[0]: a defect of the plugin: {name}" in check.stdout
 
 
 def test_systemd_hears_that_a_reload_has_ended_though_a_plugin_fails(
@@ -117,7 +117,7 @@ def test_systemd_hears_that_a_reload_has_ended_though_a_plugin_fails(
             seen.append(systemd.recv(4096))
         while not seen[-1].startswith(b"READY=1"):
             seen.append(systemd.recv(4096))
-    assert service.logged("the plugin failed: IndexError")
+    assert service.logged("a defect of the plugin: IndexError")
 
 
 def test_a_login_plugin_that_fails_on_a_changed_file_is_reported_and_the_service_runs(
@@ -130,9 +130,9 @@ def test_a_login_plugin_that_fails_on_a_changed_file_is_reported_and_the_service
     services.append(service)
     keys.write_text("")
     service.process.send_signal(signal.SIGHUP)
-    eventually(lambda: service.logged("auth.plugins.logins: the plugin failed: IndexError"))
+    eventually(lambda: service.logged("auth.plugins.logins: a defect of the plugin: IndexError"))
     check = streambridge("check", "-c", tmp_path / "bridge.toml")
-    assert "auth.plugins.logins: the plugin failed: IndexError" in check.stdout
+    assert "auth.plugins.logins: a defect of the plugin: IndexError" in check.stdout
     assert service.stop() == 0
 
 
@@ -181,5 +181,5 @@ def test_a_login_plugin_that_cannot_name_its_files_keeps_nobody_out(
     keys.write_text("a")
     service = Service(tmp_path, f'{PLUGINS}[auth.plugins.logins]\nfile = "{keys}"\n')
     services.append(service)
-    assert service.logged("changes of its files are not noticed: the plugin failed: KeyError")
+    assert service.logged("changes of its files are not noticed: a defect of the plugin: KeyError")
     assert service.stop() == 0
