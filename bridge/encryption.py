@@ -71,6 +71,7 @@ _BLOCK = 4096
 _SIZE = 2 * _BLOCK
 _KEY = 32
 CREDENTIALS = "/run/credentials"  # of all units
+OWN_CREDENTIALS = f"{CREDENTIALS}/streambridge.service"  # of the installed service
 CREDENTIAL_SOURCES = "/etc/credstore"
 _CACHED = 256  # data keys; making one takes some microseconds
 INSTALL = "install it with `pip install 'streambridge[encryption]'`"

@@ -23,7 +23,7 @@ from bridge.streams.reader import StreamMeta, list_streams
 from bridge.streams.store import LOCK
 
 KEY_FILE = "STREAMBRIDGE_KEY_FILE"
-_CREDENTIALS = (f"{encryption.CREDENTIALS}/streambridge.service", encryption.CREDENTIAL_SOURCES)
+_CREDENTIALS = (encryption.OWN_CREDENTIALS, encryption.CREDENTIAL_SOURCES)
 
 ConfigOption = Annotated[
     Path,

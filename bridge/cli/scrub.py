@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bridge.config.tomlstruct import snake
+from bridge.config.tomlstruct import VARIABLE, snake
+from bridge.encryption import OWN_CREDENTIALS
 
 REMOVED = "<removed>"
 SHORTEST = 6  # characters of a secret that is searched for in texts; shorter ones may be ordinary words
 CONFIG = "STREAMBRIDGE_CONFIG"  # names a file, so its value is not secret
-CREDENTIALS = "/run/credentials/streambridge.service"  # where systemd has the credentials of the unit
 MOST = 1024 * 1024  # bytes that are read of a secret file
 
 # The values of these keys are names and choices. `user` is the one in a rule.
@@ -42,7 +42,6 @@ _QUANTITY = re.compile(r"\d+(\.\d+)? ?[A-Za-z]{1,3}")
 _HOST = re.compile(r"[\w-]+(\.[\w-]+)+")
 _ADDRESS = re.compile(r"[\w.:\[\]-]*:\d+")
 _ROOT = Path("/")
-_VARIABLE = re.compile(r"\$\{(STREAMBRIDGE_[A-Z0-9_]+|CREDENTIALS_DIRECTORY)\}")
 _FILE_SETTING = re.compile(r"(?<![\w-])(\w*_file|key)[ \t]*=[ \t]*(\"[^\"\n]*\"|'[^'\n]*')")
 # A word that names a secret, and a quote behind it; not a file, and not the table of a configuration.
 _TELLING = (
@@ -210,7 +209,7 @@ def _expanded(text: str) -> str:
     """Replace the variables of a path; outside the unit, that of the credentials has its usual value."""
 
     def value(found: re.Match[str]) -> str:
-        usual = CREDENTIALS if found[1] == "CREDENTIALS_DIRECTORY" else found[0]
+        usual = OWN_CREDENTIALS if found[1] == "CREDENTIALS_DIRECTORY" else found[0]
         return os.environ.get(found[1], usual)
 
-    return _VARIABLE.sub(value, text)
+    return VARIABLE.sub(value, text)

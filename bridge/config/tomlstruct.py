@@ -35,7 +35,7 @@ from bridge.settingtypes import Bytes, Means, Millis, meanings
 
 # No setting is a secret: secrets are in files. This is for unknown keys, which have no type.
 _SECRET = re.compile(r"(^|_)(password|secret|token)(_key)?$")
-_VARIABLE = re.compile(r"\$\{(STREAMBRIDGE_[A-Z0-9_]+|CREDENTIALS_DIRECTORY)\}")
+VARIABLE = re.compile(r"\$\{(STREAMBRIDGE_[A-Z0-9_]+|CREDENTIALS_DIRECTORY)\}")
 
 S = TypeVar("S", bound=Struct)
 
@@ -203,7 +203,7 @@ class Reader:
                 )
             return value
 
-        return _VARIABLE.sub(replacement, text)
+        return VARIABLE.sub(replacement, text)
 
     def _prepared(self, kind: Any, raw: Any) -> Any:
         """The raw value with units, names of enums and environment variables resolved."""
