@@ -12,9 +12,10 @@ import hashlib
 from collections import Counter
 from collections.abc import Hashable
 
+from bridge.access.remembered import remember
+
 FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0  # seconds
 AT_A_TIME = 16
-REMEMBERED = 10_000  # networks with failures
 
 
 def key_of(network: str, name: str | None) -> tuple[str, bytes]:
@@ -47,10 +48,8 @@ class Guesses:
 
     def wrong(self, network: str) -> float:
         """Count a wrong guess. Returns the seconds by which to delay the reply."""
-        count = self._failures.pop(network, 0)
-        if len(self._failures) >= REMEMBERED:
-            del self._failures[next(iter(self._failures))]
-        self._failures[network] = count + 1
+        count = self._failures.get(network, 0)
+        remember(self._failures, network, count + 1)
         return float(min(FIRST_DELAY * 2 ** min(count, 8), LONGEST_DELAY))
 
     def right(self, network: str) -> None:

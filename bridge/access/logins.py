@@ -16,17 +16,16 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from bridge.access import proofs
 from bridge.access.accounts import Account, Accounts, presented
 from bridge.access.guesses import AT_A_TIME, Guesses, key_of
+from bridge.access.remembered import remember
 from bridge.access.rules import NOTHING, AccessRule, Identity, Role
 from bridge.access.users import Password, read_users, usual_iterations
 from bridge.net.addresses import network_of
 from bridge.net.fairqueue import FairQueue
-
-REMEMBERED = 10_000  # verified passwords, and networks from which they came
 
 
 class Reason(enum.Enum):
@@ -287,13 +286,5 @@ class Access:
         """Remember a right password, and its network."""
         self._guesses.right(network)
         if known is not None:
-            _note(self._verified, digest, known)
-        _note(self._networks, network, None)
-
-
-def _note(memory: dict[Any, Any], key: object, value: object) -> None:
-    """Add an entry to a dict of bounded size, in place of the oldest one."""
-    memory.pop(key, None)
-    if len(memory) >= REMEMBERED:
-        del memory[next(iter(memory))]
-    memory[key] = value
+            remember(self._verified, digest, known)
+        remember(self._networks, network, None)

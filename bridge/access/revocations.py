@@ -16,15 +16,14 @@ import ssl
 from datetime import datetime
 
 from bridge.access.proofs import verified_chain
+from bridge.access.remembered import REMEMBERED, remember
 from bridge.net.crl import Certified, Crls, certified
-
-KEPT = 10_000  # chains
 
 
 class Revocations:
     """The lists of a listener, and the chains of its clients."""
 
-    def __init__(self, crls: Crls, before: Revocations | None = None, kept: int = KEPT) -> None:
+    def __init__(self, crls: Crls, before: Revocations | None = None, kept: int = REMEMBERED) -> None:
         """`before` are those of the listener that this one replaces."""
         self.crls, self._kept = crls, kept
         # The issuers and serial numbers of the certificates above that of a client, by the digest of its own
@@ -38,11 +37,7 @@ class Revocations:
             chain = self._chain(tls)
             if chain is None or any(map(self.crls.revoked, chain)):
                 return
-            key = _digest(tls)
-            self._above.pop(key, None)
-            if len(self._above) >= self._kept:
-                del self._above[next(iter(self._above))]
-            self._above[key] = tuple(chain[1:])
+            remember(self._above, _digest(tls), tuple(chain[1:]), self._kept)
 
     def refuse(self, tls: ssl.SSLObject, now: datetime) -> str:
         """Return why a client may not log in; empty if it may."""

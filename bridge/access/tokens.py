@@ -14,9 +14,9 @@ import re
 from pathlib import Path
 
 from bridge.access.linefile import read_lines
+from bridge.access.remembered import remember
 
 SHORTEST = 16  # characters of a token in the file
-REMEMBERED = 10_000  # tokens that were right, with their networks
 _TOKEN = re.compile(rf"[!-~]{{{SHORTEST},256}}")
 # What to do if the file is missing.
 CREATE = (
@@ -41,13 +41,8 @@ class Proven:
 
     def add(self, network: str, token: str) -> None:
         """A token was right."""
-        if len(token) < SHORTEST:
-            return
-        key = network, digest(token)
-        self._known.pop(key, None)
-        if len(self._known) >= REMEMBERED:
-            del self._known[next(iter(self._known))]
-        self._known[key] = None
+        if len(token) >= SHORTEST:
+            remember(self._known, (network, digest(token)), None)
 
     def has(self, network: str, token: str) -> bool:
         """Return whether a token was right. It may have been removed since."""

@@ -29,6 +29,7 @@ import msgspec
 
 from bridge import frames, process
 from bridge.access.guesses import AT_A_TIME, Guesses, key_of
+from bridge.access.remembered import remember
 from bridge.auth import wire
 from bridge.auth.settings import AuthSettings
 from bridge.net.addresses import network_of
@@ -39,7 +40,6 @@ QUIET_AFTER = 60.0  # seconds; a child that has lived this long resets the backo
 MAX_RESTART = 30.0
 HANGS = 5  # time-outs without any answer after which the child is killed
 SHARE = 8  # a network without an earlier login gets at most 1/SHARE of `auth.pending`
-REMEMBERED = 10_000  # networks that have logged in
 
 log = logging.getLogger("bridge.auth")
 
@@ -173,7 +173,7 @@ class Auth:
                 return Refusal(f"{answer.plugin or 'plugins'}: {answer.error}", True)
             if isinstance(verdict, Accepted) and verdict.user:
                 self._guesses.right(network)
-                self._remember(network)
+                remember(self._networks, network, None)
                 return Known(verdict.user, verdict.expires, answer.plugin, verdict.basis)
             delay = began + self._guesses.wrong(network) - loop.time()
             await asyncio.sleep(delay)
@@ -227,12 +227,6 @@ class Auth:
         asking.add_done_callback(self._asking.discard)
         asking.add_done_callback(lambda _: turns.done())
         return await asyncio.shield(asking)
-
-    def _remember(self, network: str) -> None:
-        self._networks.pop(network, None)
-        if len(self._networks) >= REMEMBERED:
-            del self._networks[next(iter(self._networks))]
-        self._networks[network] = None
 
     async def allows(self, question: Question) -> bool | None:
         """Return whether a client may do what the rules allow; None without an answer.
