@@ -14,9 +14,6 @@ import pytest
 from bridge.firehose.frontend import LIMITS
 from tests.firehose.harness import Gateway, amz_date, request
 
-DAY = amz_date()[:8]
-CLAIM = f"AWS4-HMAC-SHA256 Credential=AKIDEXAMPLE/{DAY}/eu-central-1/firehose/aws4_request, "
-
 
 def answered(connection: socket.socket) -> tuple[int, str]:
     """The status and the text of the next answer, whose connection may stay open."""
@@ -34,13 +31,15 @@ def answered(connection: socket.socket) -> tuple[int, str]:
 def test_a_header_that_is_signed_a_thousand_times_is_refused_before_it_is_hashed(tmp_path: Path) -> None:
     """15 KB stood for 8 MB that were hashed, for anybody who knew the id of a key."""
     names = "host;x-amz-date;x-amz-target" + ";x-big" * 1_000
-    claim = f"{CLAIM}SignedHeaders={names}, Signature={'0' * 64}"
+    now = amz_date()
+    scope = f"{now[:8]}/eu-central-1/firehose/aws4_request"
+    claim = f"AWS4-HMAC-SHA256 Credential=AKIDEXAMPLE/{scope}, SignedHeaders={names}, Signature={'0' * 64}"
     with Gateway(tmp_path) as gateway:
         answer = gateway.send(
             request(
                 "ListDeliveryStreams",
                 b"{}",
-                {"X-Big": "y" * 8_000, "Authorization": claim, "Connection": "close"},
+                {"X-Amz-Date": now, "X-Big": "y" * 8_000, "Authorization": claim, "Connection": "close"},
             )
         )
     assert answer.startswith(b"HTTP/1.1 400 "), answer
