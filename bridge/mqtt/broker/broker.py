@@ -6,8 +6,7 @@ The server reads a connection (`Line`), parses the packets, and calls these meth
     route         PUBLISH: where its topic goes for this client. With one stream and no subscriber, the
                   server itself appends (`Route.append`)
     publish       every other PUBLISH; `refused` if the append of the server failed
-    subscribe     SUBSCRIBE: answers by callback, then sends retained messages
-    unsubscribe   UNSUBSCRIBE
+    subscribing   has the methods for SUBSCRIBE and UNSUBSCRIBE
     released      PUBREL. PUBACK, PUBREC and PUBCOMP go to `Session.outbox`
     set_expiry    DISCONNECT, with a Session Expiry Interval
     close         the end of the connection, with or without the will
@@ -36,19 +35,17 @@ from bridge.mqtt.broker.inbox import Inbox
 from bridge.mqtt.broker.journal import Journal
 from bridge.mqtt.broker.journalfile import NAME
 from bridge.mqtt.broker.line import GONE
-from bridge.mqtt.broker.message import Subscription
 from bridge.mqtt.broker.publishing import Publisher
 from bridge.mqtt.broker.recovery import find_stored_ids, recover, snapshot
-from bridge.mqtt.broker.reports import Reports
+from bridge.mqtt.broker.reports import Reports, reason, refused
 from bridge.mqtt.broker.router import Route, Router
 from bridge.mqtt.broker.sessions import Session, Sessions
+from bridge.mqtt.broker.subscribing import Subscribing
 from bridge.mqtt.broker.turns import Turns
+from bridge.mqtt.broker.wills import Wills
 from bridge.mqtt.wire import answers
-from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import (
     ADMINISTRATIVE_ACTION,
-    BAD_TOPIC_FILTER,
-    NO_SUBSCRIPTION_EXISTED,
     NOT_AUTHORIZED,
     PACKET_ID_NOT_FOUND,
     PROTOCOL_ERROR,
@@ -61,10 +58,9 @@ from bridge.mqtt.wire.packets import (
     ProtocolError,
     Publish,
 )
-from bridge.topics import SHARE, is_topic_filter, unshared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
     from bridge.access.logins import Access
@@ -73,20 +69,14 @@ if TYPE_CHECKING:
     from bridge.encryption import Keys
     from bridge.errors import StreamBridgeError, StreamError
     from bridge.mqtt.broker.inbox import Batch
-    from bridge.mqtt.broker.line import Line
     from bridge.mqtt.broker.publishing import Requests
     from bridge.mqtt.broker.store import Store
     from bridge.mqtt.settings import Limits
-    from bridge.mqtt.wire.packets import TopicRequest, Will
+    from bridge.mqtt.wire.packets import Will
     from bridge.runtime import Runtime, Timer
 
 SETTLE_TIMEOUT = 5.0  # seconds to wait for the commit of what a client's last connection published
-USUAL_FILTER = 256  # characters; longer filters must keep all of a client's below this on average
-LONGEST_DELAY = 0xFFFF_FFF  # seconds of a timer
 REVOKED = "it could not log in any more with the name, password, token or certificate that it has shown"
-
-NO_RULE = "no rule or role allows it; see [[mqtt.acl]]"
-DENIED = "`deny` of a rule or role forbids it"
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +137,8 @@ class Broker:
         self.publisher = Publisher(
             store, self.router, self.journal, clock, self.turns, self.reports, requests
         )
+        self.wills = Wills(runtime, clock, self.journal, self.publisher, self.counts)
+        self.subscribing = Subscribing(runtime, self.router, self.journal, self.turns, limits, self.reports)
         self.stopping = False
         # Each client's newest connection, until it is closed and all that it published is settled.
         self._newest: dict[str, Inbox] = {}
@@ -162,7 +154,7 @@ class Broker:
         self.store.on_bindings_changed += [self.router.forget_routes, self.journal.renew]
         self.revoke()  # the users file may have changed since the stop
         for session in self.sessions.all():
-            self._await_will(session)
+            self.wills.wait(session)
             self.sessions.leave(session)
 
     def stop(self) -> None:
@@ -186,7 +178,7 @@ class Broker:
                 continue  # it has nothing to lose, or lost it at an earlier reload
             if session.will is not None:
                 self.counts["dropped_wills"] += 1
-                self.set_will(session, None)
+                self.wills.set(session, None)
             audit.record(
                 "revoke",
                 origin=session.identity.origin,
@@ -271,7 +263,7 @@ class Broker:
         session.line, inbox.session = inbox.line, session
         self._newest[session.client_id] = inbox
         self.set_expiry(session, asked.expiry)
-        self.set_will(session, asked.will)
+        self.wills.set(session, asked.will)
         if present and session.subscriptions:
             self.router.forget_routes()  # its rules may have changed
 
@@ -301,9 +293,9 @@ class Broker:
         if lost:
             self.counts["dropped_wills"] += 1
         if lost or not will:
-            self.set_will(session, None)
+            self.wills.set(session, None)
         elif not self.stopping:
-            self._await_will(session)
+            self.wills.wait(session)
         self.sessions.leave(session)
 
     def _at_rest(self, inbox: Inbox) -> None:
@@ -335,13 +327,13 @@ class Broker:
 
     def forget(self, session: Session) -> None:
         """Disconnect a client, and end its session with its subscriptions, messages and will."""
-        self.set_will(session, None)
+        self.wills.set(session, None)
         self.disconnect(session)
         self.sessions.end(session)
 
     def _ended(self, session: Session) -> None:
         if session.will_timer is not None:
-            self._will_due(session)
+            self.wills.publish(session)
         self.router.end(session)
         # Before the session ends, in the journal too: a kill in between causes a duplicate, not a loss.
         for out in session.outbox.shared():
@@ -394,44 +386,6 @@ class Broker:
         log.warning(text, session.client_id, queued, why)
         self.sessions.end(session)
 
-    # -- wills ------------------------------------------------------------
-
-    def set_will(self, session: Session, will: Will | None) -> None:
-        """Set or replace the message that is published if the client leaves without DISCONNECT.
-
-        A client that returns within the delay of its will cancels it (MQTT 5 section 3.1.3.2.2).
-        """
-        if session.will_timer is not None:
-            session.will_timer.cancel()
-            session.will_timer = None
-        if session.will is not None or will is not None:
-            session.set_will(will)
-            if session.persistent:
-                self.journal.willed(session)
-
-    def _await_will(self, session: Session) -> None:
-        """Publish the will of a disconnected client, if it has one, after its delay."""
-        if session.will is None:
-            return
-        delay = session.will.properties.get(p.WILL_DELAY, 0) if session.persistent else 0
-        # The client may have disconnected before a restart.
-        seconds = min(delay, session.left + delay - self.clock.now() / 1000)
-        if seconds > 0:
-            session.will_timer = self.runtime.later(min(seconds, LONGEST_DELAY), self._will_due, session)
-        else:
-            self._will_due(session)
-
-    def _will_due(self, session: Session) -> None:
-        will = session.will
-        if will is not None and not session.identity.may_publish(will.topic):
-            self.counts["dropped_wills"] += 1  # the rules have changed in the meantime
-            _refused(session, "will", will.topic, _why(session, "publish", will.topic))
-        elif will is not None:
-            head = will.qos << 1 | will.retain
-            packet = Publish(head, will.topic.encode(), b"", will.payload, will.properties)
-            self.publisher.publish_will(session, packet)
-        self.set_will(session, None)
-
     # -- PUBLISH ------------------------------------------------------------
 
     def route(self, session: Session, topic: bytes) -> Route:
@@ -441,7 +395,7 @@ class Broker:
         """
         route = self.router.route(topic)
         if not route.denied and not route.ignored and not session.identity.may_publish(route.name):
-            route = self.denied(session, route, _why(session, "publish", route.name))
+            route = self.denied(session, route, reason(session, "publish", route.name))
         if route.append is not None and session.line is not None and session.line.receipts:
             route = copy(route)
             route.append = None  # its acknowledgements have more than the server's
@@ -449,7 +403,7 @@ class Broker:
 
     def denied(self, session: Session, route: Route, why: str) -> Route:
         """Return the route that replaces one that this client may not use."""
-        _refused(session, "publish", route.name, why)
+        refused(session, "publish", route.name, why)
         route = Route(route.name, ())
         route.denied = True
         return route
@@ -485,125 +439,6 @@ class Broker:
             # repeated PUBREL waits too, because the journal may have failed to keep the release.
             batch.touched[self.journal] = None
         batch.acks += answers.ack(PUBCOMP, packet_id.to_bytes(2, "big"), reason)
-
-    # -- SUBSCRIBE and UNSUBSCRIBE ------------------------------------------------------------
-
-    def subscribe(
-        self,
-        inbox: Inbox,
-        requests: Sequence[TopicRequest],
-        identifier: int,
-        answer: Callable[[bytes], None],
-        denied: Container[str] = (),
-    ) -> None:
-        """Subscribe a client to the filters that are not in `denied`.
-
-        `answer` gets a SUBACK code for each request once the journal has them. Then retained messages are
-        sent. Until then nothing more is read from the client, so its next packets find the subscriptions in
-        force. Raises ProtocolError.
-        """
-        session, line = inbox.session, inbox.line
-        assert session is not None
-        began = self.turns.begin()
-        codes = bytearray()
-        wanted: list[Subscription] = []  # those for which it gets retained messages
-        for request in requests:
-            code = self._refusal(session, line, request, denied)
-            if not code:
-                options, shared = request.options, request.filter.startswith(SHARE)
-                subscription = Subscription(
-                    request.filter,
-                    options & 3,
-                    bool(options & 4) or (line.bridge and not shared),
-                    bool(options & 8) or line.bridge,
-                    options >> 4 & 3,
-                    identifier,
-                )
-                new = self.router.subscribe(session, subscription)
-                if session.persistent:
-                    self.journal.subscribed(session, subscription)
-                handling = subscription.retain_handling
-                if not shared and (handling == 0 or (handling == 1 and new)):
-                    wanted.append(subscription)
-                code = subscription.qos
-            codes.append(code)
-        line.hold("subscribe")
-
-        def confirm() -> None:
-            if session.line is line:
-                answer(bytes(codes))
-            self.router.send_retained(session, line, wanted, partial(line.release, "subscribe"))
-
-        def journaled(_error: StreamError | None) -> None:
-            self.runtime.soon(confirm)  # never before other answers of this read
-
-        self.journal.after_commit(journaled)
-        self.turns.spend(began)
-
-    def unsubscribe(self, session: Session, filters: Sequence[str]) -> bytes:
-        """Unsubscribe a client. Returns an UNSUBACK code for each filter."""
-        began = self.turns.begin()
-        codes = bytearray()
-        for topic_filter in filters:
-            known = self.router.unsubscribe(session, topic_filter)
-            if known and session.persistent:
-                self.journal.unsubscribed(session, topic_filter)
-            codes.append(SUCCESS if known else NO_SUBSCRIPTION_EXISTED)
-        self.turns.spend(began)
-        return bytes(codes)
-
-    def _refusal(self, session: Session, line: Line, request: TopicRequest, denied: Container[str]) -> int:
-        """Return the MQTT 5 reason code for refusing a filter, or 0."""
-        topics, shared = unshared(request.filter), request.filter.startswith(SHARE)
-        if not (is_topic_filter(request.filter) and topics):
-            if line.level != V5 and not shared:
-                raise ProtocolError(f"topic filter {request.filter[:80]!r}")
-            return BAD_TOPIC_FILTER  # not a violation of 3.1.1, which has no shared subscriptions
-        if shared and request.options & 4:
-            raise ProtocolError("No Local on a shared subscription (MQTT-3.8.3-4)", PROTOCOL_ERROR)
-        known, counter = session.subscriptions, "refused_subscriptions"
-        if not session.identity.may_subscribe(topics):
-            code, why = NOT_AUTHORIZED, "it may not subscribe there; see [[mqtt.acl]]"
-            _refused(session, "subscribe", request.filter, _why(session, "subscribe", topics))
-        elif topics in denied:
-            code, why = NOT_AUTHORIZED, "a plugin refuses it"
-            _refused(session, "subscribe", request.filter, why)
-        elif request.filter not in known and (full := line.full_of_subscriptions(len(known))):
-            code, (counter, why) = QUOTA_EXCEEDED, full
-        elif request.filter not in known and (long := self._too_long(request.filter, known)):
-            code, why = QUOTA_EXCEEDED, long
-        else:
-            return 0
-        self.counts[counter] += 1
-        text = "%s: subscription to %.200r refused: %s (counted in the metrics)"
-        self.reports.log(f"subscription {code}", logging.WARNING, text, line.name, request.filter, why)
-        return code
-
-    def _too_long(self, topic_filter: str, known: Iterable[str]) -> str:
-        """Return why a long filter and the client's others would take too much memory; else empty."""
-        most = self.limits.subscriptions * USUAL_FILTER
-        if len(topic_filter) <= USUAL_FILTER or len(topic_filter) + sum(map(len, known)) <= most:
-            return ""
-        return f"its filters would have more than {most} characters; see [mqtt.limits] subscriptions"
-
-
-def _why(session: Session, right: str, topic_filter: str) -> str:
-    """Return why a client has no right on a topic."""
-    return DENIED if session.identity.is_denied(right, topic_filter) else NO_RULE
-
-
-def _refused(session: Session, what: str, topic: str, why: str) -> None:
-    """Record and log that rules or plugins refuse something to a client."""
-    identity = session.identity
-    audit.record(
-        what,
-        "refused",
-        origin=identity.origin,
-        user=identity.user,
-        client=session.client_id,
-        on=topic,
-        why=why,
-    )
 
 
 class _Settling:

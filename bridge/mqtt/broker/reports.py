@@ -10,6 +10,8 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from bridge import audit
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOG_INTERVAL = 10.0  # seconds between two lines of one kind
+NO_RULE = "no rule or role allows it; see [[mqtt.acl]]"
+DENIED = "`deny` of a rule or role forbids it"
 KINDS = 1_000  # that are remembered; beyond that, all are forgotten
 
 
@@ -56,3 +60,22 @@ class Reports:
     def will_not_stored(self, session: Session, error: StreamBridgeError) -> None:
         """A will could not be stored."""
         log.warning("the will of client %r was not stored: %s", session.client_id, error)
+
+
+def reason(session: Session, right: str, topic_filter: str) -> str:
+    """Return why a client has no right on a topic."""
+    return DENIED if session.identity.is_denied(right, topic_filter) else NO_RULE
+
+
+def refused(session: Session, what: str, topic: str, why: str) -> None:
+    """Record and log that rules or plugins refuse something to a client."""
+    identity = session.identity
+    audit.record(
+        what,
+        "refused",
+        origin=identity.origin,
+        user=identity.user,
+        client=session.client_id,
+        on=topic,
+        why=why,
+    )

@@ -117,7 +117,7 @@ def subscribe(conn: Client, _session: Session, _batch: Batch, body: bytes) -> No
     def subscribe_allowed() -> None:
         denied = {topics for topics in wanted if asking is not None and not asking.may("subscribe", topics)}
         identifier = properties.get(p.SUBSCRIPTION_ID, 0)
-        conn.broker.subscribe(conn.inbox, requests, identifier, answer, denied)
+        conn.broker.subscribing.subscribe(conn.inbox, requests, identifier, answer, denied)
         conn.count_filters()
 
     if asking is not None and any(asking.may("subscribe", topics) is None for topics in wanted):
@@ -129,7 +129,7 @@ def subscribe(conn: Client, _session: Session, _batch: Batch, body: bytes) -> No
 def unsubscribe(conn: Client, session: Session, _batch: Batch, body: bytes) -> None:
     """Unsubscribe."""
     packet_id, filters = parse_unsubscribe(body, conn.level, conn.most_filters)
-    codes = conn.broker.unsubscribe(session, filters)
+    codes = conn.broker.subscribing.unsubscribe(session, filters)
     conn.count_filters()
     conn.answer(answers.unsuback(conn.level, packet_id, codes))
 
