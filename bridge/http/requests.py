@@ -10,6 +10,8 @@ means that nothing was carried out:
     415  the body is neither application/json nor application/cbor, which a form of another site cannot send
     503  too many logins of this user are being checked
 
+A read or a fetch that waits ends when its client closes the connection, as over MQTT.
+
 Each request needs a user of `mqtt.users_file`, even on loopback: by a password, or by the session of a
 browser (`visitors`). The rules are those of the user; a `%c` in them gives nothing, because there is no
 client id. For an operation that changes something, a user who may only look (`page` in the rules) gets status
@@ -51,5 +53,6 @@ class Requests:
         if content not in TYPES:
             raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
         caller = await self._visitors.actor(request)
-        reply = await answer(self._operations, name, await request.body(), MAX_REPLY, caller)
+        work = answer(self._operations, name, await request.body(), MAX_REPLY, caller)
+        reply = await (request.while_connected(work) if OPERATIONS[name].waits else work)
         return HttpResponse(HTTPStatus.OK, content, reply)

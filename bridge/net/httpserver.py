@@ -20,7 +20,8 @@ type, to cache it, and to load anything from elsewhere.
 
 `ConnectionLimits` limit the open connections, including those in a TLS handshake; idle ones are closed. While
 a request is being answered, nothing more is read, so a client has one request in memory and little of the
-next. `HttpLimits.bodies` limits the unfinished bodies of all clients together.
+next. Only a route that may wait for long (`while_connected`) reads on, to notice that its client has gone.
+`HttpLimits.bodies` limits the unfinished bodies of all clients together.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import h11
 import msgspec
@@ -108,7 +109,7 @@ class HttpError(Exception):
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """The head of a request, and a function that reads its body.
+    """The head of a request, a function that reads its body, and one for an answer that may wait for long.
 
     `headers` has lower-case names; the values of repeated fields are joined by ", ".
     """
@@ -119,6 +120,7 @@ class HttpRequest:
     headers: dict[str, str]
     address: str
     body: Callable[[], Awaitable[bytes]]  # raises HttpError if it is too large or too slow; once only
+    while_connected: Callable[[Coroutine[Any, Any, bytes]], Awaitable[bytes]]  # after the body
 
 
 Route = Callable[[HttpRequest], Awaitable[HttpResponse]]
@@ -255,6 +257,7 @@ class HttpConnection(Flow):
         self._ends = False  # whether the client will send no further request on this connection
         self._head_only = False  # for HEAD: the response has no body
         self._awaited: asyncio.Future[None] | None = None  # the body
+        self._waits = False  # the route waits, as long as the client is connected
         self._half_closed = False  # the client has closed its half
         self.task: asyncio.Task[None] | None = None  # answers the current request
 
@@ -285,8 +288,13 @@ class HttpConnection(Flow):
         self.transport.abort()
 
     def eof_received(self) -> bool:
-        """Answer the current request of a client that has closed its half and may still read."""
+        """Answer the current request of a client that has closed its half and may still read.
+
+        A client that closes while its request waits has most likely given up.
+        """
         self._half_closed = True
+        if self._waits:
+            return False
         if self._awaited is not None and not self._awaited.done():
             self._awaited.set_exception(HttpError(HTTPStatus.BAD_REQUEST))
         if self.task is None:
@@ -312,6 +320,10 @@ class HttpConnection(Flow):
     # -- requests ------------------------------------------------------------
 
     def proceed(self) -> None:
+        if self._waits:
+            if len(self._unread) >= self._limits.head:
+                self.hold("answer")
+            return
         if self._awaited is not None:
             if len(self._unread) >= self._length and not self._awaited.done():
                 self.hold("answer")
@@ -395,7 +407,7 @@ class HttpConnection(Flow):
         self._ends = event.http_version == b"1.0" or "close" in options
         self._goes_on = parser.they_are_waiting_for_100_continue
         path, _, query = target.partition("?")
-        return HttpRequest(method, path, query, fields, self.address, self._read_body)
+        return HttpRequest(method, path, query, fields, self.address, self._read_body, self._while_connected)
 
     async def _read_body(self) -> bytes:
         """Read the body of the current request; raises HttpError."""
@@ -426,6 +438,16 @@ class HttpConnection(Flow):
             self.hold("answer")
             self._awaited = None
             self._server.guests.leave(self, self.address)
+
+    async def _while_connected(self, work: Coroutine[Any, Any, bytes]) -> bytes:
+        """Carry out what may wait for long; it is cancelled if the client closes the connection."""
+        self._waits = True
+        self.release("answer")
+        try:
+            return await work
+        finally:
+            self._waits = False
+            self.hold("answer")
 
     def _encode(self, response: HttpResponse, ends: bool) -> bytes:
         """The bytes of a response; `ends`: the connection is closed after it. Raises ValueError."""

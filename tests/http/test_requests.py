@@ -5,15 +5,17 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import cbor2
+import psutil
 import pytest
 
 from bridge.access.users import hash_password
-from tests.http.conftest import Service
+from tests.http.conftest import Service, eventually
 
 STREAMS = """
 [streams.sensors]
@@ -25,6 +27,8 @@ RULES = """
 [[mqtt.acl]]
 user = "ann"
 manage = ["streams/#"]
+publish = ["streams/#"]
+subscribe = ["streams/#"]
 [[mqtt.acl]]
 user = "bob"
 subscribe = ["streams/#"]
@@ -79,6 +83,32 @@ def test_an_export_is_paused_and_resumed_and_the_page_and_the_metrics_show_it(se
         service, "/requests/resumeExports", body, **{"Content-Type": "application/cbor"}, **login("ann")
     )
     assert (status, cbor2.loads(raw)["exports"]) == (200, ["out"])
+
+
+def test_a_request_that_waits_ends_when_its_client_closes_the_connection(service: Service) -> None:
+    exports = {"consumer": [{"identifier": "work"}]}
+    definition = {"name": "jobs", "strategyOnFull": 0, "exportDefinition": exports}
+    assert ask(service, "createMessageStream", definition=definition)["status"] == 0
+    body = json.dumps({"name": "jobs", "consumer": "work", "timeoutMillis": 3_600_000}).encode()
+    head = "POST /requests/fetchMessages HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
+    fields = JSON | login("ann") | {"Content-Length": str(len(body))}
+    head += "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    with socket.create_connection(("127.0.0.1", service.port), timeout=30) as client:
+        client.sendall(f"{head}\r\n".encode())
+        assert client.recv(100).startswith(b"HTTP/1.1 100 ")
+        client.sendall(body)
+    process = psutil.Process(service.process.pid)
+    eventually(
+        lambda: (
+            not any(
+                connection.raddr and connection.laddr.port == service.port
+                for connection in process.net_connections()
+            )
+        )
+    )
+    ask(service, "appendMessage", name="jobs", payload="eA==")
+    fetched = ask(service, "fetchMessages", name="jobs", consumer="work")
+    assert [message["sequenceNumber"] for message in fetched["messages"]] == [0]
 
 
 def test_the_rights_are_those_of_the_user(service: Service) -> None:
