@@ -162,6 +162,13 @@ class StorageFailed(StreamError):
         self.public = public
 
 
+class StreamDeleted(StorageFailed):
+    """Raised for a message that was not stored yet when its stream was deleted."""
+
+    status = 5
+    status_name = "ResourceNotFound"
+
+
 class JournalFailed(StorageFailed):
     """Raised when a message is not stored because the journal of sessions cannot be written."""
 

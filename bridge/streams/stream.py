@@ -21,7 +21,7 @@ import msgspec
 
 from bridge.clock import Clock
 from bridge.encryption import OVERHEAD, Keys
-from bridge.errors import MessageTooLarge, StorageFailed, StreamError, StreamFull
+from bridge.errors import MessageTooLarge, StorageFailed, StreamDeleted, StreamError, StreamFull
 from bridge.objectkeys import MAX_SEQUENCE
 from bridge.streams import meta as metadata
 from bridge.streams import segment_limits
@@ -173,7 +173,8 @@ class Stream(Contents):
         if self.limits is not None:
             self.limits.close()
         self.log.close()
-        self.fail(OSError(0, "the stream was closed"))
+        why = f"stream {self.name!r} was deleted before the message was stored"
+        self._fail(StreamDeleted(why, why))
         self._set_room()
 
     # -- appending -------------------------------------------------------------------------------
@@ -411,26 +412,29 @@ class Stream(Contents):
 
     def fail(self, error: OSError) -> None:
         """Fail everything pending or in flight. Its numbers are used again."""
-        failed = self.queue.next - self.log.next
         wanted = self.queue.size + self._framing + DISK_ROOM
-        waiters = self.queue.clear(self.log.next)
-        if not failed and not waiters:
-            return
-        self.count("failed", failed)
-        self._wanted = wanted if error.errno == ENOSPC else 0
         why = error.strerror or error
-        self.error = StorageFailed(
+        failed = StorageFailed(
             f"stream {self.name!r} cannot be written in {self.directory}: {why}; nothing "
             f"was acknowledged. Appends work again as soon as the disk does",
             f"stream {self.name!r} cannot be written: {why}",
         )
+        self._fail(failed, wanted if error.errno == ENOSPC else 0)
+
+    def _fail(self, error: StorageFailed, wanted: int = 0) -> None:
+        failed = self.queue.next - self.log.next
+        waiters = self.queue.clear(self.log.next)
+        if not failed and not waiters:
+            return
+        self.count("failed", failed)
+        self._wanted, self.error = wanted, error
         if self.limits is not None:
             self.limits.failed()
         if self.window is not None:
             self.window.forget(self.log.next)
         self._set_room()
         for waiter in waiters:
-            waiter(self.error)
+            waiter(error)
 
     def _recovered(self, what: str) -> None:
         self.error, self._wanted = None, 0

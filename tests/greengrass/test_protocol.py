@@ -257,6 +257,18 @@ def test_deleting_a_stream_wakes_the_reads_that_wait(server: Server) -> None:
         assert raw.receive()[1]["status"] == 5
 
 
+def test_an_append_whose_stream_is_deleted_before_it_is_stored_learns_that_the_stream_is_gone(
+    server: Server,
+) -> None:
+    server.stream()
+    with Raw(server) as raw:
+        append, delete = {"requestId": "a", "name": "s", "payload": b"x"}, {"requestId": "d", "name": "s"}
+        raw.socket.sendall(frame(4, append) + frame(3, delete))
+        replies = {reply["requestId"]: reply for _, reply in (raw.receive(), raw.receive())}
+        assert (replies["a"]["status"], replies["d"]["status"]) == (5, 0)
+        assert replies["a"]["errorMessage"] == "stream 's' was deleted before the message was stored"
+
+
 def test_a_stop_answers_what_was_read_and_ends_with_fin(tmp_path: Path) -> None:
     with Server(tmp_path) as server:
         server.stream()
