@@ -21,6 +21,7 @@ from bridge.errors import (
 )
 from bridge.model import ExportStatus, MessageStreamDefinition, plain_definition
 from bridge.operations.manager import PURGE_STEP, StreamManager
+from bridge.operations.reading import ReadMessagesOptions
 from bridge.plugin import discovery
 from bridge.streams import verify
 from bridge.streams.meta import StorageSettings
@@ -313,6 +314,18 @@ def test_purge_drops_all_or_up_to_a_number_or_by_topic_and_numbers_go_on(tmp_pat
             assert await manager.append("s", b"x") == 11
             with pytest.raises(InvalidRequest, match="is not a topic filter"):
                 await manager.purge("s", topic="a/#/b")
+
+    run(work())
+
+
+@pytest.mark.parametrize("topic", ["a/#/b", ""])
+def test_a_read_by_a_topic_that_is_no_filter_is_refused_and_does_not_wait(tmp_path: Path, topic: str) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            manager.create(definition())
+            options = ReadMessagesOptions(topic=topic, read_timeout_millis=60_000)
+            with pytest.raises(InvalidRequest, match="is not a topic filter"):
+                await manager.read("s", options)
 
     run(work())
 

@@ -24,7 +24,7 @@ from bridge.operations.waiting import Waiting
 from bridge.streams.reader import StreamReader
 from bridge.streams.segment import StreamMessage
 from bridge.streams.stream import Stream
-from bridge.topics import matches
+from bridge.topics import filter_mistake, matches
 
 MOST_BYTES = 256 * 1024 * 1024  # of one read, however large its minimum
 STEP = 16 * 1024 * 1024
@@ -70,6 +70,8 @@ class Reads:
             raise InvalidRequest(
                 f"maxMessageCount {options.max_message_count} is less than minMessageCount {least}"
             )
+        if options.topic is not None and (mistake := filter_mistake(options.topic)) is not None:
+            raise InvalidRequest(f"topic: {mistake}")
         if options.last_per_topic:
             return await self._last_per_topic(stream, options, max_bytes, turn)
         deadline = _deadline(options)
