@@ -330,6 +330,25 @@ def test_a_read_by_a_topic_that_is_no_filter_is_refused_and_does_not_wait(tmp_pa
     run(work())
 
 
+@pytest.mark.parametrize("wait", [0, 3_600_000])
+def test_a_read_whose_stream_is_deleted_before_its_turn_ends_at_once(tmp_path: Path, wait: int) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            manager.create(definition())
+            await manager.append("s", b"x")
+
+            @asynccontextmanager
+            async def turn() -> AsyncIterator[None]:
+                manager.delete("s")
+                yield
+
+            read = manager.read("s", ReadMessagesOptions(read_timeout_millis=wait), turn=turn)
+            with pytest.raises(StreamNotFound):
+                await asyncio.wait_for(read, 30)
+
+    run(work())
+
+
 def test_a_purge_by_topic_lets_others_have_their_turn_and_spares_what_comes_meanwhile(tmp_path: Path) -> None:
     async def work() -> None:
         async with opened(tmp_path) as manager:

@@ -81,12 +81,12 @@ class Reads:
             position = max(position, stream.oldest)
             if deadline is not None:
                 await self.waiting.until(stream, position + least - len(found), deadline)
-                if stream.closed:
-                    raise StreamNotFound(f"stream {stream.name!r} was deleted while a read waited")
             async with turn():
                 position = await self._read_on(stream, options, found, position, max_bytes)
             if len(found) >= least:
                 return found
+            if stream.closed:
+                raise StreamNotFound(f"stream {stream.name!r} was deleted during a read")
             if deadline is None or asyncio.get_running_loop().time() >= deadline:
                 raise _not_enough(stream, options, len(found))
 
