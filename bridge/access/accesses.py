@@ -32,6 +32,7 @@ class Accesses:
         else:
             found = access.identify(past.client_id, past.user, local=local)
         found.origin = past.origin
+        past.successor = found
         return found
 
     def still_admits(self, identity: Identity, proof: bytes) -> bool:

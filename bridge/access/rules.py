@@ -159,12 +159,12 @@ class Identity:
 
     `access` names the access through which the client came in, and `realm` the one whose user it is: they
     differ where a listener has the users of another one. `may_change` False leaves it the operations that
-    only look.
+    only look. `successor` is the identity of the same client after the rules have changed.
     """
 
     __slots__ = (
         "_denied", "_label", "access", "client_id", "manage", "may_change", "operations", "origin", "page",
-        "publish", "read", "realm", "subscribe", "trusted", "user",
+        "publish", "read", "realm", "subscribe", "successor", "trusted", "user",
     )  # fmt: skip
 
     def __init__(
@@ -190,6 +190,7 @@ class Identity:
         self.operations: frozenset[str] | None = None
         self.page: Page = "operate"
         self.may_change = True
+        self.successor: Identity | None = None
         self._denied: dict[str, list[str]] = {}  # by right; without those of which nothing is denied
         if rules:
             self._limit([rule for rule in rules if rule.user in ("*", user or "")])

@@ -178,7 +178,9 @@ class GreengrassFrontEnd:
             if known.token and users.get(known.token) != known.user:
                 connection.end("its token is not valid any more")
             else:
+                past = connection.caller
                 connection.identify()
+                past.successor = connection.caller
 
     def gone(self, connection: Connection) -> None:
         """A connection is closed."""

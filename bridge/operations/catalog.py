@@ -27,7 +27,8 @@
 What it promises:
 
 * Rights are those on the stream and to the operation (`bridge.access.rules`). They are checked before the
-  stream is looked up, so a refusal does not reveal whether it exists.
+  stream is looked up, so a refusal does not reveal whether it exists. A request that waits needs them at its
+  end too, if the rules have changed.
 * Denied topics cannot be read from a stream either: a caller that reads or updates a stream must not be
   denied any of its topics.
 * A definition also needs `read` on everything that its topics cover, because the stream keeps copies, and
@@ -423,6 +424,11 @@ class Operations:
         with Change(name, call.caller, self.manager, request, operation.audit) as change:
             result = operation.carry_out(call, request)
             change.result = result = (await result) if isawaitable(result) else result
+        caller = call.caller
+        while caller.successor is not None:
+            caller = caller.successor
+        if operation.waits and caller is not call.caller:  # the rules have changed meanwhile
+            _authorize(name, operation, request, caller, call.manager)
         return result
 
     def submit(self, name: str, payload: bytes, caller: Identity) -> tuple[Stream, int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import cbor2
+import msgspec
 import pytest
 
 from benchmarks.testbed.mosquitto import Mosquitto
@@ -188,6 +189,35 @@ def test_each_token_of_8088_is_its_user_until_a_reload_without_it(tmp_path: Path
                 pass
             with shown(texts["shared"]):
                 pass
+
+
+WAITS = {"readTimeoutMillis": 3_600_000}
+READS = AccessRule(publish=["#"], read=["streams/s"])
+READS_NOTHING = AccessRule(publish=["#"])
+
+
+def test_a_read_of_8088_that_waits_gives_nothing_once_the_right_is_gone(tmp_path: Path) -> None:
+    with Server(tmp_path, access=MqttConfig(acl=[READS])) as server, Raw(server) as client:
+        server.stream()
+        client.send(5, {"requestId": "r", "streamName": "s", "readMessagesOptions": WAITS})
+        server.wait_until(lambda: len(server.manager._reads.waiting), "the read waits")
+        server.call(server.front._access.load, MqttConfig(acl=[READS_NOTHING]))
+        server.call(server.front.reload)
+        server.append(b"secret")
+        _, reply = client.receive()
+        assert (reply["status"], "messages" in reply) == (2, False)
+
+
+@bridge_test(acl=[READS])
+async def test_a_read_over_mqtt_that_waits_gives_nothing_once_the_right_is_gone(bridge: Bridge) -> None:
+    client = await bridge.connect("c")
+    body = json.dumps({"name": "s", "readMessagesOptions": WAITS}).encode()
+    client.send(publish("streambridge/c/readMessages", body, level=client.level))
+    await until(lambda: len(bridge.manager._reads.waiting) == 1)
+    bridge.front.reload(msgspec.structs.replace(bridge.config, acl=[READS_NOTHING]))
+    await bridge.manager.append("s", b"secret")
+    reply = json.loads((await client.message()).payload)
+    assert (reply["status"], "messages" in reply) == (2, False)
 
 
 async def call(function: Any) -> None:
