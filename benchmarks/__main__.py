@@ -34,6 +34,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "ingest": ("--rounds", "5", "--seconds", "0.5"),
     "fanin": (),
     "tls_return": ("--rounds", "2"),
+    "tls_messages": (),
     "stages": ("--rounds", "3"),
     "encryption": ("--rounds", "9", "--seconds", "0.7"),
     "copies": (),
