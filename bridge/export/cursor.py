@@ -397,11 +397,12 @@ class CursorFile:
         if area:
             self._areas[number] = None
             self._write_area(number, area)
-            self._areas[number] = transform, encrypted, cursor.transform
         Files().write(self._fd, [slot.ljust(SLOT, b"\0")], number * SLOT)
         if sync:
             os.fdatasync(self._fd)
         self._generation, self._is_synced, self._is_sealed[number] = generation, sync, encrypted
+        if area:  # after a failed sync, it must be written again
+            self._areas[number] = transform, encrypted, cursor.transform
         if self.differs(encrypted):
             self.write(plain)
 

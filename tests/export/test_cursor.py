@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import random
 import resource
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,64 @@ def on_the_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], bytes]:
 
     monkeypatch.setattr(os, "fdatasync", sync)
     return lambda path: durable.get(path.stat().st_ino, b"")
+
+
+class Forgetful:
+    """A disk that, after a failed sync, does not write what was written before it."""
+
+    def __init__(self) -> None:
+        self.failures = 0  # of the next syncs
+        self._written: dict[int, list[tuple[int, bytes]]] = {}
+        self._durable: dict[int, bytearray] = {}
+
+    def wrote(self, fd: int, data: bytes, offset: int) -> None:
+        self._written.setdefault(os.fstat(fd).st_ino, []).append((offset, data))
+
+    def sync(self, fd: int) -> None:
+        inode = os.fstat(fd).st_ino
+        writes = self._written.pop(inode, [])
+        if self.failures:
+            self.failures -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        content = self._durable.setdefault(inode, bytearray())
+        for offset, data in writes:
+            content.extend(bytes(max(0, offset + len(data) - len(content))))
+            content[offset : offset + len(data)] = data
+
+    def cursor(self, path: Path) -> Cursor | None:
+        """What a power cut leaves of a cursor."""
+        found = path.with_name("found.cursor")
+        found.write_bytes(self._durable[path.stat().st_ino])
+        return CursorFile.read(found)
+
+
+@pytest.fixture
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> Forgetful:
+    disk, pwritev = Forgetful(), os.pwritev
+
+    def write(fd: int, parts: Sequence[bytes], offset: int) -> int:
+        done = pwritev(fd, parts, offset)
+        disk.wrote(fd, b"".join(parts), offset)
+        return done
+
+    monkeypatch.setattr(os, "pwritev", write)
+    monkeypatch.setattr(os, "fdatasync", disk.sync)
+    return disk
+
+
+def test_after_a_failed_sync_the_state_of_transforms_is_written_again_too(
+    tmp_path: Path, forgetful: Forgetful
+) -> None:
+    path = tmp_path / "c.cursor"
+    file = CursorFile(path)
+    file.fill(Cursor(epoch=7, kind="k", transform=b"old" * 500))
+    planned = Cursor(epoch=7, kind="k", planned=(0, 9), reached=9, transform=b"new" * 500)
+    forgetful.failures = 1
+    with pytest.raises(OSError, match="Input/output"):
+        file.write(planned)
+    file.write(planned)  # now the batch may be sent
+    file.close()
+    assert forgetful.cursor(path) == planned
 
 
 def test_what_is_known_of_an_export_is_on_the_disk_once_it_is_written(
