@@ -319,11 +319,18 @@ class CursorFile:
         Files().make_directory(path.parent)
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        Files().sync_directory(path.parent)
+        try:
+            Files().sync_directory(path.parent)
+            found = _slots(self._fd)
+            # An earlier process may have ended before its next sync, or after a failed one: only what is
+            # written again is then on the disk.
+            Files().write(self._fd, [os.pread(self._fd, _area(2), 0)], 0)
+            os.fdatasync(self._fd)
+        except OSError:
+            os.close(self._fd)
+            raise
         self._sealing, self.encrypted = sealing, False  # whether writes are encrypted
-        found = _slots(self._fd)
         self._generation = max((generation for generation, _ in found), default=0)
-        os.fdatasync(self._fd)  # an earlier process may have ended before its next sync
         self._is_synced = True  # whether the newest slot is
         self._areas: list[tuple[bytes, bool, bytes] | None] = [None, None]  # content, encrypted, check
         self._is_sealed = [False, False]

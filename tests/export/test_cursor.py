@@ -198,6 +198,24 @@ def test_after_a_failed_sync_the_state_of_transforms_is_written_again_too(
     assert forgetful.cursor(path) == planned
 
 
+@pytest.mark.parametrize("transform", [b"", b"new" * 500])
+def test_what_a_process_has_written_and_failed_to_sync_is_on_the_disk_before_another_continues(
+    tmp_path: Path, forgetful: Forgetful, transform: bytes
+) -> None:
+    path = tmp_path / "c.cursor"
+    file = CursorFile(path)
+    file.fill(Cursor(epoch=7, kind="k"))
+    planned = Cursor(epoch=7, kind="k", planned=(0, 9), reached=9, transform=transform)
+    forgetful.failures = 1
+    with pytest.raises(OSError, match="Input/output"):
+        file.write(planned)
+    file.close()  # the worker is killed
+    file = CursorFile(path)
+    file.fill(planned)
+    assert CursorFile.read(path) == forgetful.cursor(path) == planned
+    file.close()
+
+
 def test_what_is_known_of_an_export_is_on_the_disk_once_it_is_written(
     tmp_path: Path, on_the_disk: Callable[[Path], bytes]
 ) -> None:
