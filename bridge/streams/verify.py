@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -190,9 +191,15 @@ def _check(
     if following is not None and index.next < following:
         holes = [*holes, (index.next, following - 1)]
     lost = [part for first, last in holes for part in drops.live(first, last)]
+    closed = following is not None and recovery.read_index(data, base, len(content)) is not None
     # A running service may have changed it, so check again before it counts as a problem.
     if lost and _follows(data, base) == following:
         found.problems.append(Problem(str(path), "frames are damaged or missing", lost))
+    elif _is_broken(content, spans, end, closed=closed):
+        if path.read_bytes() == content:
+            found.problems.append(
+                Problem(str(path), "frames are damaged; their messages were dropped before")
+            )
     elif following is None and written > end and path.read_bytes() == content:
         claimed = segment.frame_at(content, end)
         if claimed is not None and not segment.is_torn(content, claimed, pattern):
@@ -208,6 +215,12 @@ def _check(
         and index_path.exists()
     ):
         found.problems.append(Problem(str(index_path), "the index is damaged; it will be rebuilt"))
+
+
+def _is_broken(content: bytes, spans: list[tuple[int, int]], end: int, *, closed: bool) -> bool:
+    """Return whether there is damage before the last valid frame or, in a closed segment, after it."""
+    whole = all(a == b for (_, a), (b, _) in pairwise([(0, segment.HEADER.size), *spans]))
+    return not whole or (closed and end < len(content))
 
 
 def _follows(data: Path, base: int) -> int | None:

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bridge.streams import meta
 
 from .conftest import House, payloads, put, run
@@ -83,6 +85,29 @@ def test_verify_names_file_and_lost_numbers_changes_nothing_and_repair_repairs_i
             assert await put(stream, b"on") == [100]
 
     run(work())
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_damage_among_dropped_messages_is_found_and_repaired(house: House, number: int) -> None:
+    """In the middle of a closed segment, and at its end."""
+
+    async def work() -> None:
+        async with house.stream(segment_size=2000) as stream:
+            for n in range(6):
+                await put(stream, b"%d" % n * 500)
+            stream.purge([(number, number)])
+
+    run(work())
+    path = min(house.directory().glob("*.seg"))
+    content = path.read_bytes()
+    at = content.index(b"%d" % number * 500)
+    path.write_bytes(content[:at] + b"x" + content[at + 1 :])
+    code, (stream,) = command("verify", house.data_dir)
+    assert (code, stream["messages"]) == (65, 5)
+    assert [(p["path"], p["lost"]) for p in stream["problems"]] == [(str(path), [])]
+    assert command("repair", house.data_dir)[0] == 65
+    code, (stream,) = command("verify", house.data_dir)
+    assert (code, stream["messages"], stream["lost"]) == (0, 5, [])
 
 
 def test_a_torn_tail_and_a_damaged_definition_and_index_are_found_and_repaired(house: House) -> None:
