@@ -70,7 +70,11 @@ class Contents:
         if floor > self.log.next:
             self._record([(self.log.next, floor - 1)], DropReason.MEMORY if memory else DropReason.SKIPPED)
             self.log.replace_active(floor, lazily=True)
-        self._record([(0, self.log.first - 1)], DropReason.MEMORY if memory else DropReason.UNKNOWN)
+        missing = self.drops.live(0, self.log.first - 1)
+        self._record(missing, DropReason.MEMORY if memory else DropReason.UNKNOWN)
+        if missing and not (memory or damage):  # a damaged record may have had the reason
+            lost = ", ".join(f"{first}-{last}" for first, last in missing)
+            self._on_event(self.name, f"{data}: its first segments are missing; lost: {lost}")
 
     @property
     def name(self) -> str:

@@ -126,6 +126,9 @@ def _verify(data_dir: Path, directory: Path, progress: Progress, keys: Keys | No
     found.messages = sum(last - first + 1 for first, last in live)
     for problem in found.problems:
         found.messages -= sum(last - first + 1 for first, last in problem.lost)
+    drops.refresh()  # a drop is recorded before its file is deleted
+    if not what and (missing := drops.live(0, first - 1)):
+        found.problems.append(Problem(str(data), "its first segments are missing", missing))
     found.lost = [(drop.first, drop.last) for drop in drops.ranges if drop.reason in LOSSES]
     return found
 

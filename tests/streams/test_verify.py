@@ -87,6 +87,19 @@ def test_verify_names_file_and_lost_numbers_changes_nothing_and_repair_repairs_i
     run(work())
 
 
+def test_first_segments_that_are_missing_are_found_and_reported_once(house: House) -> None:
+    run(fill(house))
+    for path in sorted(house.directory().glob("00*"))[:4]:
+        path.unlink()
+    code, (stream,) = command("verify", house.data_dir)
+    ((first, last),) = stream["problems"][0]["lost"]
+    assert (code, first, stream["oldest"], stream["messages"]) == (65, 0, last + 1, 99 - last)
+    code, (stream,) = command("repair", house.data_dir)
+    assert (code, stream["lost"], len(stream["problems"])) == (65, [[0, last]], 1)
+    code, (stream,) = command("verify", house.data_dir)
+    assert (code, stream["lost"]) == (0, [[0, last]])
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_damage_among_dropped_messages_is_found_and_repaired(house: House, number: int) -> None:
     """In the middle of a closed segment, and at its end."""
