@@ -249,7 +249,8 @@ class Stream(Contents):
         """Set the size that the pending group may reach before `append` calls `_check`."""
         settings = self.settings
         guarded = self.limits is not None and self.limits.guards_appends
-        if self.closed or guarded or self.log.next > NEAR_LAST:
+        near = self.log.next > NEAR_LAST or self.queue.next + PRESSURE_STEP > self._reserved
+        if self.closed or guarded or near:
             self._room = -1
         elif settings.overwrite:
             self._room = settings.max_size - self._framing
@@ -277,12 +278,22 @@ class Stream(Contents):
             self._rejected = str(error), time.monotonic(), self.queue.next
             raise
 
+    @property
+    def _reserved(self) -> int:
+        """The numbers below may be given to messages."""
+        return MAX_SEQUENCE + 1 if self.lasting else self.meta.reserved
+
     def _check_number(self) -> None:
         """Fail if the numbers are used up. They are BIGINT in tables and int64 in the SDKs."""
         if self.queue.next > MAX_SEQUENCE:
             raise StreamFull(
                 f"stream {self.name!r} has used its last sequence number, {MAX_SEQUENCE}; create another "
                 "stream for its topics"
+            )
+        if self.queue.next >= self._reserved:
+            raise StorageFailed(
+                f"stream {self.name!r} has used all numbers that are reserved in {self.home}, and cannot "
+                "reserve more; nothing was stored. Appends work again as soon as that disk does"
             )
 
     def _check_size(self, data: int, size: int) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.errors import DataDirectoryBusy, MessageTooLarge, StreamFull
+from bridge.errors import DataDirectoryBusy, MessageTooLarge, StorageFailed, StreamFull
 from bridge.operations.manager import committed
 from bridge.streams import meta
 from bridge.streams.layout import Files
@@ -22,6 +23,7 @@ from bridge.streams.reader import StreamReader, list_streams
 
 from ..fakes.clock import Machine
 from .conftest import House, everything, payloads, put, run
+from .test_commit import until
 
 
 def test_messages_come_back_with_topic_payload_headers_time_and_number(house: House) -> None:
@@ -222,6 +224,44 @@ def test_memory_streams_are_emptied_at_start_and_their_numbers_go_on(house: Hous
             assert stream.settings.memory
             assert payloads(stream) == []
             assert await put(stream, b"c") == [2]
+
+    run(work())
+
+
+class NoDefinitions(Files):
+    """A disk that has room for no definition."""
+
+    full = False
+
+    def replace(self, path: Path, content: bytes, *, sync: bool = True) -> None:
+        if self.full and path.name.startswith("meta"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        super().replace(path, content, sync=sync)
+
+
+@pytest.mark.slow(seconds=20)
+def test_a_memory_stream_gives_no_number_that_it_cannot_reserve(house: House) -> None:
+    house.files = disk = NoDefinitions()
+
+    async def work() -> None:
+        async with house.store() as store:
+            stream = store.create("s", StorageSettings(memory=True, max_size=1 << 22, overwrite=True), b"{}")
+            disk.full = True
+            keeping = asyncio.create_task(store.keep(0.01))
+            with pytest.raises(StorageFailed, match="cannot reserve"):
+                while stream.next_sequence < 20_000_000:
+                    await put(stream, *[b""] * 100_000)
+            await committed(stream)
+            given = stream.next_sequence
+            killed = House(house.data_dir.with_name("killed"))
+            shutil.copytree(house.data_dir, killed.data_dir, symlinks=True)
+            async with killed.stream() as after:
+                assert after.next_sequence >= given
+            disk.full = False
+            reserved = stream.meta.reserved
+            await until(lambda: stream.meta.reserved > reserved)
+            assert await put(stream, b"again") == [given]
+            keeping.cancel()
 
     run(work())
 
