@@ -53,6 +53,8 @@ from bridge.streams.stream import Stream
 
 LOCK = "lock"
 MEMORY = "memory"
+CREATING = ".new-"
+DELETED = ".deleted-"
 RANDOM_BITS = 40  # of ms: 35 years
 SLICE = 200  # streams that are maintained at a time, a few milliseconds, before clients are served
 LAST_SYNCS = 3  # attempts at a stop; a failed sync is written again elsewhere, which may fail too
@@ -147,7 +149,7 @@ class StreamStore:
                 formats.save(self.files, data_dir, Format(self._format, upgrading=self._upgrading))
             for directory in sorted(self._root.iterdir()):
                 if directory.name.startswith("."):
-                    shutil.rmtree(directory)
+                    self._remove_leftovers(directory)
                 elif directory.is_dir():
                     self._open(directory)
             self.clock.observed()
@@ -156,6 +158,15 @@ class StreamStore:
         except BaseException:
             os.close(self._lock)
             raise
+
+    def _remove_leftovers(self, directory: Path) -> None:
+        """Delete the directory of a stream that was about to be created or deleted, and nothing else."""
+        if not directory.name.startswith((CREATING, DELETED)) or not directory.is_dir():
+            return
+        try:
+            shutil.rmtree(directory)
+        except OSError as error:
+            self._on_event(directory.name, f"{directory}: cannot be deleted: {error}")
 
     def _repair_keys(self) -> None:
         try:
@@ -368,7 +379,7 @@ class StreamStore:
         self._check_number()
         self.admit(settings)
         directory = self._root / layout.directory_name(name)
-        fresh = self._root / f".new-{directory.name}"
+        fresh = self._root / f"{CREATING}{directory.name}"
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(mode=0o700)
         self._epoch = max(
@@ -399,7 +410,7 @@ class StreamStore:
     def delete(self, name: str) -> None:
         """Remove a stream with all its messages. After an OSError, it still exists."""
         stream = self.streams[name]
-        gone = self._root / f".deleted-{stream.home.name}"
+        gone = self._root / f"{DELETED}{stream.home.name}"
         shutil.rmtree(gone, ignore_errors=True)
         stream.abandon(gone)
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 from pathlib import Path
@@ -303,9 +305,35 @@ def test_files_that_are_not_ours_do_not_disturb(house: House) -> None:
         await fill(house)
         (house.directory() / "00000000000000000099.seg.bak").write_bytes(b"x")
         (house.directory() / "notes.txt").write_bytes(b"x")
-        (house.data_dir / "streams" / "stray").write_bytes(b"x")
+        for name in ("stray", ".DS_Store", ".new-stray"):
+            (house.data_dir / "streams" / name).write_bytes(b"x")
+        (house.data_dir / "streams" / ".snapshot").mkdir()
         async with house.stream() as stream:
             assert payloads(stream) == CONTENT
+        assert (house.data_dir / "streams" / ".snapshot").is_dir()
+
+    run(work())
+
+
+def test_what_cannot_be_deleted_of_a_deleted_stream_stops_no_other(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(fill(house))
+    left = house.data_dir / "streams" / ".deleted-old"
+    left.mkdir()
+    (left / "file").write_bytes(b"x")
+
+    def unlink(*path: object, **how: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(left / "file"))
+
+    async def work() -> None:
+        with monkeypatch.context() as context:
+            context.setattr(os, "unlink", unlink)
+            async with house.stream() as stream:
+                assert payloads(stream) == CONTENT
+        assert [event for event in house.events if str(left) in event]
+        async with house.stream():
+            assert not left.exists()
 
     run(work())
 
