@@ -269,7 +269,7 @@ class DropLog(Drops):
         that was possible. Otherwise they were dropped before, perhaps by an earlier process, and their record
         may not be on the disk.
         """
-        if fresh and not self._unsaved:
+        if fresh and not self._unsaved and self._named:
             return
         self.explains(oldest)
         if self._unsaved:
@@ -362,9 +362,17 @@ class DropLog(Drops):
         if self._size < max(COMPACT_AT, 2 * _RECORD.size * len(self.ranges)):
             return
         self.compact(oldest)
+        size, self._named = (1 + len(self.ranges)) * _RECORD.size, False
         try:
             make(self._files, self._path.parent, self.ranges)
+            self._named = True
         except OSError:
-            return
-        self._size = (1 + len(self.ranges)) * _RECORD.size
-        self._room, self._unsaved, self._begun, self._suspect = self._size + ROOM, [], 0, False
+            if not self._has_size(size + ROOM):  # else only its name may not be on the disk
+                return
+        self._size, self._room = size, size + ROOM
+        self._unsaved, self._begun, self._suspect = [], 0, False
+
+    def _has_size(self, size: int) -> bool:
+        with contextlib.suppress(OSError):
+            return self._path.stat().st_size == size
+        return False

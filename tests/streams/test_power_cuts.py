@@ -11,7 +11,7 @@ import errno
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import pytest
 from bridge.errors import StorageFailed
 from bridge.operations.manager import StreamManager
 from bridge.streams.drops import DropReason
+from bridge.streams.layout import Files
 from bridge.streams.meta import MessageLimits, StorageSettings
 from bridge.streams.reader import StreamReader
 from bridge.streams.store import StreamStore
@@ -205,6 +206,38 @@ def test_a_purge_that_was_confirmed_stands_after_a_power_cut_however_syncs_fail(
         async with found.stream() as stream:
             assert payloads(stream) == [b"4" * 500, b"5" * 500]
             assert found.events == []
+
+    run(work())
+
+
+def test_no_purge_is_confirmed_while_the_name_of_the_compact_record_is_not_on_the_disk(house: House) -> None:
+    class Nameless(Files):
+        """Fails the syncs of directories."""
+
+        failing = False
+
+        def sync_directory(self, directory: Path) -> None:
+            if self.failing:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            super().sync_directory(directory)
+
+    async def work() -> None:
+        house.files = disk = Nameless()
+        async with house.stream(flush=True) as stream:
+            await put(stream, *(b"%d" % n for n in range(3000)))
+            stream.purge([(1, 1)])
+            log = house.directory() / "drops.log"
+            size, disk.failing = log.stat().st_size, True
+            with suppress(StorageFailed):  # it is in the old file as well as in the new one
+                stream.purge([(n, n) for n in range(2, 2900)])
+            assert log.stat().st_size <= size + 4096, "it has been made compact"
+            with pytest.raises(StorageFailed):
+                stream.purge([(2950, 2950)])
+            disk.failing = False
+            assert stream.purge([(2950, 2950)]) == 0
+        async with house.stream() as stream:
+            assert payloads(stream) == [b"0", *(b"%d" % n for n in range(2900, 3000) if n != 2950)]
+        assert house.events == []
 
     run(work())
 
