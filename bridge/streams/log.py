@@ -312,7 +312,11 @@ class SegmentLog:
         if base == self.active.index.base and not self._tainted and self.active.opening == opening:
             return  # it is empty already
         old = self.active
-        fresh = self._create(base, opening, lazily=lazily or old.fd < 0)
+        try:
+            fresh = self._create(base, opening, lazily=lazily or old.fd < 0)
+        except OSError:
+            self._tainted |= base == old.index.base  # its file, which had the same name, may be gone
+            raise
         if old.fd < 0:
             self._resize(old.index.base, None)
             if old.index.base != base:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -857,3 +857,31 @@ for line in sys.stdin:
 
 def _encrypt(stream: Stream, *, wanted: bool) -> None:
     stream.configure(msgspec.structs.replace(stream.settings, encryption=wanted), b"{}")
+
+
+def test_what_is_stored_is_kept_when_encryption_is_switched_on_and_off_again_on_a_full_disk(
+    tmp_path: Path,
+) -> None:
+    class NoSegments(Files):
+        full = False
+
+        def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
+            if self.full and Path(f"/proc/self/fd/{fd}").readlink().suffix == ".seg":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().write(fd, parts, offset)
+
+    house = House(tmp_path, encrypted=True)
+    house.files = disk = NoSegments()
+
+    async def work() -> None:
+        async with house.stream(encryption=False) as stream:
+            disk.full = True
+            stream.configure(StorageSettings(encryption=True), b"{}")
+            disk.full = False
+            stream.configure(StorageSettings(), b"{}")
+            assert await put(stream, b"a") == [0]
+            assert payloads(stream) == [b"a"]
+        async with house.stream() as stream:
+            assert payloads(stream) == [b"a"]
+
+    run(work())
