@@ -6,6 +6,7 @@ in milliseconds: ms, s, m, h, d. Times are ISO 8601, or a duration ago.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from contextlib import suppress
@@ -44,6 +45,8 @@ def _parse(text: str, units: dict[str, int], wanted: str) -> int:
     if found is None or found[2] not in units:
         raise ValueError(f"expected {wanted} (units: {', '.join(units)})")
     value = float(found[1]) * units[found[2]]
+    if math.isinf(value):
+        raise ValueError("is too large")
     if value != int(value):
         raise ValueError(f"is not a whole number of {'bytes' if units is SIZES else 'milliseconds'}")
     return int(value)

@@ -28,7 +28,7 @@ from msgspec import Struct
 from bridge import units
 from bridge.config.tomlfile import Document, Keys, Problem
 from bridge.errors import StreamBridgeError
-from bridge.model import mistake
+from bridge.model import MAX_INT64, MAX_MILLIS, mistake
 from bridge.plugin.failures import failed
 from bridge.printable import without_credentials
 from bridge.settingtypes import Bytes, Means, Millis, meanings
@@ -207,8 +207,12 @@ class Reader:
 
     def _prepared(self, kind: Any, raw: Any) -> Any:
         """The raw value with units, names of enums and environment variables resolved."""
-        if isinstance(raw, str) and (unit := unit_of(kind)) is not None:
-            return units.parse_size(raw) if unit is Bytes else units.parse_duration(raw)
+        unit = unit_of(kind)
+        if isinstance(raw, str) and unit is not None:
+            raw = units.parse_size(raw) if unit is Bytes else units.parse_duration(raw)
+        most = MAX_MILLIS if unit is Millis else MAX_INT64
+        if isinstance(raw, int) and raw > most:  # tomllib takes more than the 64 bits of TOML
+            raise ValueError(f"must be at most {most}{_unit(kind, str(most))}")
         enum = next((member for member in _members(kind) if _is_enum(member)), None)
         if enum is not None and self._full_names:
             if isinstance(raw, str) and raw in enum.__members__:

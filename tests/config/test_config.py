@@ -63,6 +63,26 @@ def test_sizes_and_durations_are_numbers_or_texts(path: Path) -> None:
     assert (stream.limits.max_age_millis, stream.limits.max_bytes) == (600_000, 4096)
 
 
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("export.max_bandwidth = 99999999999999999999", "must be at most 9223372036854775807"),
+        ("export.max_bandwidth = 9223372036854775808", "must be at most 9223372036854775807"),
+        (
+            'mqtt.limits.session_bytes = "10000000TB"',
+            "must be at most 9223372036854775807 bytes (8.389e+06 TiB)",
+        ),
+        ("gateway.sync_interval = 9223372036855", "must be at most 9223372036854 ms (1.068e+05d)"),
+        ('gateway.sync_interval = "106752d"', "must be at most 9223372036854 ms (1.068e+05d)"),
+        (f'mqtt.limits.session_bytes = "{"9" * 400}TB"', "is too large"),
+        (f'gateway.sync_interval = "{"9" * 400}d"', "is too large"),
+    ],
+)
+def test_a_number_that_no_part_can_hold_is_a_mistake(path: Path, text: str, what: str) -> None:
+    [mistake] = mistakes(path, text)
+    assert mistake.endswith(what)
+
+
 def test_a_text_in_place_of_a_list_is_reported_with_the_list_to_write(path: Path) -> None:
     (line,) = mistakes(path, '[mqtt]\nlisten = "tcp://127.0.0.1:1883"')
     assert line.endswith('must be a list, not a text; write ["tcp://127.0.0.1:1883"]')
