@@ -266,7 +266,8 @@ def _access(reader: Reader, mqtt: MqttConfig, *, plugin: bool) -> None:
             reader.problem((*keys, wrong.table, wrong.number, wrong.key), wrong.what)
 
     # One that cannot be read at all leaves the others out, too.
-    roles_known = len(mqtt.role) == len(reader.document.data["mqtt"].get("role", ()))
+    roles = reader.document.data["mqtt"].get("role", [])
+    roles_known = isinstance(roles, list) and len(mqtt.role) == len(roles)
     for wrong in mistakes(mqtt.user, mqtt.role):
         report(wrong, ("mqtt",))
     tables: list[tuple[Keys, Sequence[Rights]]] = [
@@ -435,7 +436,10 @@ def _export(
         elif isinstance(raw, str) and (unit := unit_of(type_on_wire(struct(), name))) is not None:
             value = reader.value(unit, raw, here)
         elif isinstance(raw, str) and raw and Means.SECRET_FILE in meanings(type_on_wire(struct(), name)):
-            value = str(reader.base / Path(raw).expanduser())
+            try:
+                value = str(reader.path(raw))
+            except ValueError as error:
+                reader.problem(here, str(error))
         if here not in reader.broken:
             wire[name] = value
     return wire

@@ -230,8 +230,18 @@ class Reader:
 
     def _path(self, kind: type, value: object) -> object:
         if kind is Path and isinstance(value, str) and value:
-            return self.base / Path(value).expanduser()
+            return self.path(value)
         raise ValueError("must be a path in quotes")
+
+    def path(self, text: str) -> Path:
+        """The path that a text names, relative to the document's directory; raises ValueError."""
+        if "\0" in text:
+            raise ValueError("no path contains the character NUL; remove it")
+        try:
+            return self.base / Path(text).expanduser()
+        except RuntimeError:  # no such user, or a user without an entry, as in a container
+            home = Path(text).parts[0]
+            raise ValueError(f"the home directory {home} is unknown; write the path without {home}") from None
 
     def _shown(self, keys: Keys) -> str:
         """The value as the file has it, cut if it is long; empty if it is a table or may be secret.

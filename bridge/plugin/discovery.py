@@ -218,7 +218,7 @@ def _candidates(directories: Iterable[str | Path]) -> Iterator[tuple[Found, Call
         release = entry.dist.version if entry.dist else ""
         yield Found(name=entry.name, origin=f"package {origin}", version=release), entry.load
     for directory in map(Path, directories):
-        if directory.is_dir():
+        if os.path.isdir(directory):  # noqa: PTH112 - never raises
             for path in sorted(directory.iterdir()):
                 target = path / "__init__.py" if path.is_dir() else path
                 if target.suffix == ".py" and target.is_file() and not path.name.startswith((".", "_")):

@@ -557,6 +557,17 @@ def test_a_plugin_directory_that_is_missing_is_an_error_if_it_is_named(path: Pat
     assert line.startswith("error: x.toml:12: export.plugin_dirs: there is no directory ")
 
 
+def test_a_path_with_a_name_that_is_too_long_is_an_error_and_hides_no_other(path: Path) -> None:
+    long = "x" * 300
+    text = (
+        f'[audit]\nfile = "{long}"\njournald = true\njournald_socket = "{long}"\n'
+        f'[export]\nplugin_dirs = ["{long}"]\n[log]\nlevel = "loud"\n'
+    )
+    found = "\n".join(check(path, QUIET + text))
+    for key in ("audit.file", "audit.journald", "export.plugin_dirs", "log.level"):
+        assert f": {key}" in found, found
+
+
 def test_parquet_without_pyarrow_is_an_error(path: Path, tmp_path: Path) -> None:
     absent = tmp_path / "without"  # found first, and hides what is installed
     absent.mkdir()

@@ -17,6 +17,7 @@ LISTENER = '[[mqtt.listener]]\nname = "a"\nlisten = ["tcp://127.0.0.1:0"]\n'
 MISTAKES: dict[str, tuple[str, int, str]] = {
     "a deny that denies nothing": ("[[mqtt.acl]]\ndeny = {}\n", 2, "it denies nothing"),
     "a deny of no filters": ("[[mqtt.acl]]\n[mqtt.acl.deny]\nread = []\n", 2, "it denies nothing"),
+    "roles that are no list": ("[mqtt]\nrole = 5\n", 2, "mqtt.role = 5: must be a list"),
     "a group in a rule": ('[[mqtt.acl]]\nsubscribe = ["$share/g/a"]\n', 2, "has $share/<group>/; write a"),
     "a group in a deny": ('[[mqtt.acl]]\ndeny.subscribe = ["$share/g/#"]\n', 2, "<group>/; write #"),
     "a placeholder that is none": ('[[mqtt.acl]]\npublish = ["in/%x/#"]\n', 2, "there is no placeholder %x"),

@@ -83,6 +83,25 @@ def test_a_number_that_no_part_can_hold_is_a_mistake(path: Path, text: str, what
     assert mistake.endswith(what)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        'gateway.data_dir = "~nobody-here/data"',
+        'mqtt.users_file = "~nobody-here/users"',
+        'streams.a.export.http = [{identifier = "h", uri = "http://h.example", ca_file = "~nobody-here/ca"}]',
+    ],
+)
+def test_a_home_directory_that_is_unknown_is_a_mistake(path: Path, text: str) -> None:
+    [mistake] = mistakes(path, text)
+    assert mistake.endswith("the home directory ~nobody-here is unknown; write the path without ~nobody-here")
+
+
+def test_a_path_with_nul_is_a_mistake(path: Path) -> None:
+    assert mistakes(path, 'gateway.data_dir = "a\\u0000b"') == [
+        'streambridge.toml:1: gateway.data_dir = "a\\u0000b": no path contains the character NUL; remove it'
+    ]
+
+
 def test_a_text_in_place_of_a_list_is_reported_with_the_list_to_write(path: Path) -> None:
     (line,) = mistakes(path, '[mqtt]\nlisten = "tcp://127.0.0.1:1883"')
     assert line.endswith('must be a list, not a text; write ["tcp://127.0.0.1:1883"]')

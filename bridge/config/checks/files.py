@@ -129,25 +129,39 @@ def _cannot_create(parent: Path, missing: Sequence[str]) -> str:
 def audit_log(context: CheckContext) -> Iterator[Finding]:
     """Check that the audit log can be written."""
     audit = context.config.audit
-    if audit.file is not None and context.knows("audit", "file"):
-        directory = audit.file.absolute().parent
-        why = ""
-        if not directory.is_dir():
-            why = f"{directory} is not a directory; create it for the service's user, or choose another path"
-        elif not os.access(directory, os.W_OK | os.X_OK):
-            why = (
-                f"user {os.geteuid()} may not write to {directory}, where files are rotated; run this as the "
-                "service's user, chown the directory, or choose another"
-            )
-        elif audit.file.exists() and not audit.file.is_file():
-            why = f"{audit.file} is not a regular file; choose another path"
-        elif audit.file.exists() and audit.file.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            why = f"users other than its owner can write to {audit.file}; chmod go-w {audit.file}"
-        if why:
-            yield context.error(("audit", "file"), why)
-    if audit.journald and not audit.journald_socket.is_socket():
-        what = f"{audit.journald_socket} is not a socket: journald does not run here; set `file` instead"
-        yield context.error(("audit", "journald"), what)
+    if audit.file is not None and context.knows("audit", "file") and (why := _wrong_log(audit.file)):
+        yield context.error(("audit", "file"), why)
+    if audit.journald and context.knows("audit", "journald_socket"):
+        try:
+            is_socket = stat.S_ISSOCK(audit.journald_socket.stat().st_mode)
+        except OSError:
+            is_socket = False
+        if not is_socket:
+            what = f"{audit.journald_socket} is not a socket: journald does not run here; set `file` instead"
+            yield context.error(("audit", "journald"), what)
+
+
+def _wrong_log(path: Path) -> str:
+    """Return why a file cannot be the audit log, or an empty text."""
+    directory = path.absolute().parent
+    if not os.path.isdir(directory):  # noqa: PTH112 - never raises
+        return f"{directory} is not a directory; create it for the service's user, or choose another path"
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return (
+            f"user {os.geteuid()} may not write to {directory}, where files are rotated; run this as the "
+            "service's user, chown the directory, or choose another"
+        )
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{path} cannot be opened: {error.strerror}; choose another path"
+    if not stat.S_ISREG(mode):
+        return f"{path} is not a regular file; choose another path"
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"users other than its owner can write to {path}; chmod go-w {path}"
+    return ""
 
 
 def auth_plugins(context: CheckContext) -> Iterator[Finding]:
