@@ -81,6 +81,28 @@ def running(data_dir: Path) -> int | None:
     return next((int(words[4]) for words in found if words[1] == "FLOCK"), None)
 
 
+def is_held(memory_dir: Path) -> bool:
+    """Return whether a store has its memory streams in this directory."""
+    try:
+        os.close(_locked(memory_dir, os.O_RDONLY | os.O_DIRECTORY))
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none, or it belongs to somebody else
+        return False
+    return False
+
+
+def _locked(path: Path, flags: int) -> int:
+    """Lock a file or directory. Raises BlockingIOError if another process has the lock."""
+    lock = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
 THREADS = 8  # that write and sync groups
 
 
@@ -132,7 +154,7 @@ class StreamStore:
         self._root = data_dir / layout.STREAMS
         found = formats.find(data_dir)
         self.files.make_directory(self._root)
-        self._lock = self._take_lock()
+        self._lock, self._memory_lock = self._take_lock(), -1
         try:
             for path in self.keys.check():
                 log.error("%s: both its copies are damaged; restore it from a backup", path)
@@ -156,7 +178,7 @@ class StreamStore:
             if self._upgrading and not self.unopened:
                 formats.save(self.files, data_dir, Format(self._format))
         except BaseException:
-            os.close(self._lock)
+            self._unlock()
             raise
 
     def _remove_leftovers(self, directory: Path) -> None:
@@ -167,6 +189,11 @@ class StreamStore:
             shutil.rmtree(directory)
         except OSError as error:
             self._on_event(directory.name, f"{directory}: cannot be deleted: {error}")
+
+    def _unlock(self) -> None:
+        for lock in (self._memory_lock, self._lock):
+            if lock >= 0:
+                os.close(lock)
 
     def _repair_keys(self) -> None:
         try:
@@ -181,7 +208,7 @@ class StreamStore:
             if path.is_file():
                 self._replace_lock(path)
             path.mkdir(mode=0o700, exist_ok=True)
-            lock = self._locked(path, os.O_RDONLY | os.O_DIRECTORY)
+            lock = _locked(path, os.O_RDONLY | os.O_DIRECTORY)
         except (BlockingIOError, FileExistsError):
             raise DataDirectoryBusy(
                 f"{self.data_dir}: another process writes to this data directory (process "
@@ -192,7 +219,7 @@ class StreamStore:
 
     def _replace_lock(self, path: Path) -> None:
         """Replace the lock file of format 1 by a directory, which that format's builds cannot open."""
-        lock = self._locked(path, os.O_RDWR)
+        lock = _locked(path, os.O_RDWR)
         try:
             if path.is_file() and os.path.samestat(path.stat(), os.fstat(lock)):
                 path.unlink()
@@ -200,16 +227,6 @@ class StreamStore:
                 self.files.sync_directory(self.data_dir)
         finally:
             os.close(lock)
-
-    def _locked(self, path: Path, flags: int) -> int:
-        """Lock a file or directory. Raises BlockingIOError if another process has the lock."""
-        lock = os.open(path, flags | os.O_CLOEXEC)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
-            raise
-        return lock
 
     def _prepare_memory(self, memory_dir: Path, linked: bool) -> Path:
         """Create the directory of memory streams, and a link to it."""
@@ -223,6 +240,13 @@ class StreamStore:
                 "belongs to somebody else or is open to others; set gateway.memory_dir",
                 str(memory_dir),
             )
+        try:  # the start empties the streams in it
+            self._memory_lock = _locked(memory_dir, os.O_RDONLY | os.O_DIRECTORY)
+        except BlockingIOError:
+            raise DataDirectoryBusy(
+                f"{memory_dir}: another process keeps its memory streams in this directory; set "
+                "gateway.memory_dir to a directory of its own for each service"
+            ) from None
         if not linked or memory_dir.absolute() == link.absolute():
             return memory_dir  # it is where the link would be
         if not link.is_symlink() or link.readlink() != memory_dir:
@@ -467,9 +491,9 @@ class StreamStore:
             self.clock.try_save()
         self.runtime.close()
         self.keys.close()
-        with contextlib.suppress(OSError):  # shared, or not empty
+        with contextlib.suppress(OSError):  # not empty
             self._memory.rmdir()
-        os.close(self._lock)
+        self._unlock()
         return [stream.name for stream in unsynced]
 
 
@@ -492,13 +516,14 @@ async def open_stopped(
     """Open the streams of a stopped service, for a command. Raises as `StreamStore`.
 
     Memory streams are where the service had them, if that directory still exists; systemd deletes its part of
-    /run at a stop. Otherwise they are in a temporary directory, and the link is not changed.
+    /run at a stop. Otherwise, or if a service has them, since this is a copy of its data directory, they are
+    in a temporary directory, and the link is not changed.
     """
     link = data_dir / MEMORY
     with tempfile.TemporaryDirectory(prefix="streambridge-") as temporary:
         there = link.readlink() if link.is_symlink() else link
         exists = os.path.isdir(link)  # noqa: PTH112 - Path.is_dir raises where it may not look
-        memory = there if exists else Path(temporary)
+        memory = there if exists and not is_held(there) else Path(temporary)
         store = StreamStore(data_dir, memory, on_event=on_event, floor=floor, link=False, keys=keys)
         try:
             yield store

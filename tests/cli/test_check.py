@@ -187,6 +187,19 @@ def test_a_stream_that_may_not_be_read_is_an_error_and_the_others_are_checked(pa
     assert "damaged" not in done.stdout
 
 
+def test_a_memory_directory_of_another_service_is_an_error(path: Path) -> None:
+    memory = path.parent / "memory"
+    memory.mkdir(mode=0o700)
+    lock = os.open(memory, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (found,) = check(path, QUIET)
+    finally:
+        os.close(lock)
+    assert "x.toml:4: gateway.memory_dir: another service keeps its memory streams in" in found
+    assert check(path, QUIET) == []
+
+
 def test_a_data_directory_below_a_file_is_an_error(path: Path) -> None:
     (path.parent / "data").write_text("")
     (line,) = check(path, QUIET)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -180,7 +179,7 @@ class Against(RuleBasedStateMachine):
     def crash(self) -> None:
         """The process dies: its files stay as they are, its lock and its memory are gone."""
         assert self.store is not None
-        os.close(self.store._lock)
+        self.store._unlock()
         self.store.runtime.close()
         for stream in self.store.streams.values():
             stream.log.close()

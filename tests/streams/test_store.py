@@ -20,6 +20,7 @@ from bridge.streams import meta
 from bridge.streams.layout import Files
 from bridge.streams.meta import StorageSettings
 from bridge.streams.reader import StreamReader, list_streams
+from bridge.streams.store import StreamStore, open_stopped
 
 from ..fakes.clock import Machine
 from .conftest import House, everything, payloads, put, run
@@ -310,6 +311,32 @@ def test_only_one_process_writes_a_data_directory(house: House) -> None:
             with pytest.raises(DataDirectoryBusy, match="another process writes"):
                 async with house.store():
                     pass
+
+    run(work())
+
+
+def test_a_command_on_a_copy_leaves_the_memory_streams_of_the_running_service(house: House) -> None:
+    async def work() -> None:
+        async with house.stream(memory=True) as stream:
+            await put(stream, b"a")
+            copy = house.data_dir.with_name("copy")
+            shutil.copytree(house.data_dir, copy, symlinks=True)
+            async with open_stopped(copy, on_event=lambda *_: None) as store:
+                await put(store.streams["s"], b"b")
+            assert payloads(stream) == [b"a"]
+            assert await put(stream, b"c") == [1]
+            assert payloads(stream) == [b"a", b"c"]
+
+    run(work())
+
+
+def test_only_one_service_has_its_memory_streams_in_a_directory(house: House, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with house.stream(memory=True) as stream:
+            await put(stream, b"a")
+            with pytest.raises(DataDirectoryBusy, match="memory_dir"):
+                StreamStore(tmp_path / "other", house.memory_dir, on_event=lambda *_: None)
+            assert payloads(stream) == [b"a"]
 
     run(work())
 

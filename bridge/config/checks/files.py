@@ -32,6 +32,7 @@ from bridge.net.crl import read_crls
 from bridge.readable import read_regular
 from bridge.streams.layout import FULL, STREAMS
 from bridge.streams.reader import stream_directories
+from bridge.streams.store import is_held, running
 
 EXPIRES_SOON = timedelta(days=30)
 LIST_EXPIRES_SOON = timedelta(days=1)
@@ -100,6 +101,8 @@ def directories(context: CheckContext) -> Iterator[Finding]:
             )
         elif why := _cannot_create(parent, missing):
             what = f"no directory can be created in {parent}: {why}; choose another path"
+        elif key == "memory_dir" and running(context.config.gateway.data_dir) is None and is_held(wanted):
+            what = f"another service keeps its memory streams in {wanted}; choose another path"
         if what:
             yield context.error(("gateway", key), what)
         elif not missing and wanted.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
