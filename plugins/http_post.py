@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -115,6 +116,13 @@ class HttpExporter(Exporter):
 
     @classmethod
     def check(cls, config: HttpConfig) -> None:
+        try:
+            parts = urlsplit(config.uri)
+            good = bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            good = False
+        if not good:
+            raise ValueError("uri: it is not like https://host:8443/path")
         encoder = RecordEncoder(config.record)
         if config.export_format is ExportFormat.JSON_BATCHED and encoder.content_type == TEXT:
             raise ValueError("record: the template makes text, and exportFormat 1 needs JSON or CBOR")

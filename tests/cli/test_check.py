@@ -242,6 +242,13 @@ identifier = "three"
     assert "there is no exporter of kind 's4'" in found[2]
 
 
+@pytest.mark.parametrize("uri", ["http://[::1", "https://", "http://office.example:99999/a", "http:///a"])
+def test_a_uri_that_no_server_can_have_is_an_error(path: Path, uri: str) -> None:
+    (found,) = check(path, QUIET + f'[[streams.a.export.http]]\nidentifier = "x"\nuri = "{uri}"\n')
+    assert "x.toml:11: streams.a.export.http[0]: uri: " in found
+    assert found.endswith("it is not like https://host:8443/path")
+
+
 def test_too_short_a_list_or_text_is_reported_with_its_length(path: Path) -> None:
     export = '[[streams.a.export.http]]\nidentifier = "x"\nuri = "https://office.example/a"\n'
     (line,) = check(path, QUIET + export + "[[streams.a.export.http.reduce]]\ntopics = []\n")
