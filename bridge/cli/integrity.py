@@ -83,7 +83,8 @@ Examples:
 
 \b
 Exit codes:
-  0 no damage; 65 something was damaged, and is repaired; 75 the service is running
+  0 no damage; 1 a stream could not be opened, and is not repaired; 65 something was damaged, and
+  is repaired; 75 the service is running
 """
 )
 def repair(
@@ -133,6 +134,7 @@ def _bar(unit: str) -> Iterator[integrity.Progress]:
 
 def _print(found: list[Checked], as_json: bool, verdict: str) -> None:
     bad = [checked for checked in found if checked.problems]
+    closed = [checked for checked in found if checked.closed]
     streams = [checked for checked in found if checked.name != integrity.KEYS]
     if as_json:
         output.json(found)
@@ -140,11 +142,15 @@ def _print(found: list[Checked], as_json: bool, verdict: str) -> None:
         for checked in found:
             _print_stream(checked)
         total = sum(checked.messages for checked in streams)
-        number = sum(1 for checked in bad if checked.name != integrity.KEYS)
+        number = sum(1 for checked in bad if checked.name != integrity.KEYS and not checked.closed)
         what = [output.count(number, "stream")] if number else []
-        what += ["keys"] if len(bad) > number else []
-        state = f"{' and '.join(what)} {verdict}" if bad else "no damage"
+        what += ["keys"] if any(checked.name == integrity.KEYS for checked in bad) else []
+        states = [f"{' and '.join(what)} {verdict}"] if what else []
+        states += [f"{output.count(len(closed), 'stream')} not repaired"] if closed else []
+        state = ", ".join(states) or "no damage"
         output.echo(f"{output.count(len(streams), 'stream')}, {output.count(total, 'message')}: {state}")
+    if closed:
+        raise typer.Exit(output.ExitCode.FAILED)
     if bad:
         raise typer.Exit(output.ExitCode.DAMAGED)
 

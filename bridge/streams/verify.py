@@ -51,7 +51,7 @@ class Checked(Struct, rename="camel"):
 
     `messages` can be read, given the key of the `encrypted` segments. `unopened` frames were not decrypted,
     for lack of the key. `lost` has the numbers lost to earlier damage, and `quarantined` its files; these are
-    not current problems.
+    not current problems. `closed`: `repair` could not open the stream, so it is not repaired.
     """
 
     name: str
@@ -63,6 +63,7 @@ class Checked(Struct, rename="camel"):
     frames: int = 0
     encrypted: int = 0
     unopened: int = 0
+    closed: bool = False
     total_bytes: int = 0
     lost: list[tuple[int, int]] = []
     quarantined: list[str] = []
@@ -258,20 +259,24 @@ def repair(
         problem = Problem(path, rest) if path.startswith(str(data_dir)) else Problem(str(data_dir), what)
         repaired.setdefault(stream, []).append(problem)
 
-    asyncio.run(_repair(data_dir, note, progress, keys))
+    closed = asyncio.run(_repair(data_dir, note, progress, keys))
     after = [checked for checked in verify(data_dir, keys=keys) if checked.name != KEYS]
     for checked in after:
-        checked.problems = repaired.get(checked.name, [])
+        checked.problems, checked.closed = repaired.get(checked.name, []), checked.name in closed
     return after + damaged_keys
 
 
-async def _repair(data_dir: Path, note: Callable[[str, str], None], progress: Progress, keys: Keys) -> None:
+async def _repair(
+    data_dir: Path, note: Callable[[str, str], None], progress: Progress, keys: Keys
+) -> set[str]:
+    """Repair the streams that can be opened; return the names of the others."""
     async with open_stopped(data_dir, on_event=note, keys=keys) as store:
         for stream in store.streams.values():
             bases = list(stream.log.sizes)[:-1]  # opening has checked the last one
             for done, base in enumerate(bases, 1):
                 stream.repair(base)
                 progress(stream.name, done, len(bases))
+        return set(store.unopened)
 
 
 def _rebuild_definition(directory: Path, definition: Callable[[str], bytes]) -> Problem | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bridge.config.checks import examine
-from tests.cli.conftest import COMMAND, environment, streambridge
+from tests.cli.conftest import COMMAND, Fill, environment, streambridge
 from tests.cli.test_check import QUIET, WITHOUT_RIGHTS
 
 ME = pwd.getpwuid(os.geteuid()).pw_name
@@ -293,3 +293,16 @@ def test_a_key_that_stored_data_needs_is_to_be_restored_and_not_made_anew(path: 
             assert streambridge("streams", "create", "x", "encryption=true", "-c", path).returncode == 0
             assert streambridge("streams", "append", "x", "secret", "-c", path).returncode == 0
             key.unlink()
+
+
+def test_repair_calls_a_stream_that_it_cannot_open_not_repaired(fill: Fill) -> None:
+    data = fill([("a", b"x")])
+    segments = list((data / "streams" / "sensors").glob("*.seg"))
+    for segment in segments:
+        segment.chmod(0o400)
+    done = streambridge("repair", data, prefix=WITHOUT_RIGHTS)
+    for segment in segments:
+        segment.chmod(0o600)
+    assert done.returncode == 1, done.stdout
+    assert done.stdout.endswith("1 stream, 1 message: 1 stream not repaired\n")
+    assert streambridge("repair", data).returncode == 0
