@@ -101,18 +101,18 @@ def update(
 ) -> None:
     """Change settings of a stream or of one of its exports; other settings stay.
 
-    A table (limits, export.KIND) is replaced as a whole. With --export, a key with a dot, such as a.b=1,
-    changes only that entry of a table.
+    A table (limits, export.KIND) is replaced as a whole. A key with a dot, such as limits.max_age=1d, or
+    a.b=1 with --export, changes only that entry of a table.
     """
     table, target = _table(settings or []), target_of(config, data_dir)
     if not table and not reset:
         raise typer.BadParameter("give at least one setting, as KEY=VALUE or with --reset KEY")
     declared = _declared(config, data_dir, name)
     old, version = _definition(target, name)
+    whole = {setting.partition("=")[0] for setting in settings or []}
     if export is None:
-        definition = _updated(old, table, reset or [], target)
+        definition = _updated(old, table, whole, reset or [], target)
     else:
-        whole = {setting.partition("=")[0] for setting in settings or []}
         definition = _with_export(old, export, table, whole, reset or [], target)
     _define(target, "updateMessageStream", definition, ifVersion=version)
     _report("updated", name, as_json=as_json)
@@ -121,9 +121,9 @@ def update(
 
 
 def _updated(
-    old: MessageStreamDefinition, table: dict[str, Any], reset: list[str], target: Target
+    old: MessageStreamDefinition, table: dict[str, Any], whole: set[str], reset: list[str], target: Target
 ) -> MessageStreamDefinition:
-    """Return a definition with some settings changed, and others reset to their defaults."""
+    """Return a definition with some settings changed, and others reset; keys in `whole` replace tables."""
     name = old.name
     keys = keys_of(MessageStreamDefinition, RENAMED)
     fields = {key: field.name for key, field in keys.items() if key != "name"}
@@ -135,10 +135,24 @@ def _updated(
     given = stream_definition(name, kept | table, target.plugin_dirs)
     default = stream_definition(name, {"max_size": given.max_size}, [])
     changes: dict[str, Any] = {fields[key]: getattr(given, fields[key]) for key in table}
+    for key in table.keys() - whole - {"export"}:
+        changes[fields[key]] = _with_entries(getattr(old, fields[key]), changes[fields[key]], table[key])
     if "export_definition" in changes:
         changes["export_definition"] = old.export_definition | changes["export_definition"]
     changes |= {fields[key]: getattr(default, fields[key]) for key in reset}
     return msgspec.structs.replace(old, **changes)
+
+
+def _with_entries(old: Any, given: Any, named: dict[str, Any]) -> Any:
+    """Return the table `old` with the entries of `given` that are named."""
+    if not old:
+        return given
+    if isinstance(old, dict):
+        return old | given
+    fields = keys_of(type(old))
+    return msgspec.structs.replace(
+        old, **{fields[key].name: getattr(given, fields[key].name) for key in named}
+    )
 
 
 def _with_export(

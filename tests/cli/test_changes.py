@@ -101,6 +101,22 @@ def test_a_stream_lives_its_whole_life_by_command(on: Command) -> None:
     assert on("streams", "list").split()[6] == "declared"
 
 
+def test_a_key_with_a_dot_changes_one_entry_of_the_limits_or_tags(on: Command) -> None:
+    limits = 'limits={max_messages = 4, max_age = "7d", discard = "new"}'
+    on("streams", "create", "pumps", limits, 'tags={site = "north", line = "3"}')
+    on("streams", "update", "pumps", "limits.max_age=1d", "limits.max_bytes=1MiB", "tags.line=four")
+    definition = described(on, "pumps")["definition"]
+    assert definition["tags"] == {"site": "north", "line": "four"}
+    assert definition["limits"] == {
+        "maxMessages": 4,
+        "maxBytes": 1 << 20,
+        "maxAgeMillis": 86_400_000,
+        "maxMessagesPerTopic": None,
+        "maxMessageSize": None,
+        "discard": "new",
+    }
+
+
 def test_one_setting_of_one_export_is_changed_and_all_others_stay(on: Command) -> None:
     exports = (
         "export.http=[{identifier = 'a', uri = 'http://h/', headers = {x = '1', y = '2'}}]",
