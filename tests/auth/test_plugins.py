@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from bridge.access.users import hash_password
 from bridge.auth.settings import AuthSettings
@@ -17,7 +18,17 @@ from bridge.auth.supervisor import Auth
 from bridge.mqtt.wire.packets import V5
 from bridge.plugin import discovery
 from tests.cli.conftest import streambridge
-from tests.mqtt.harness import Bridge, Client, connect, publish, run_async, running, until
+from tests.mqtt.harness import (
+    Bridge,
+    Client,
+    Packet,
+    connect,
+    publish,
+    run_async,
+    running,
+    subscribe,
+    until,
+)
 
 DIRECTORY = """
 import os, time
@@ -220,6 +231,20 @@ def test_topics_are_asked_about_once_and_what_is_refused_is_refused(tmp_path: Pa
         assert len(await bridge.payloads()) == 52
         will = await bridge.open()
         await will.connect("w", user="ann", password=b"a", will=("in/secret", b"x", 1), expect=5)
+
+    with_plugin(tmp_path, test)
+
+
+def test_a_wrong_subscription_that_a_plugin_is_asked_about_closes_its_connection(tmp_path: Path) -> None:
+    async def test(bridge: Bridge, auth: Auth) -> None:
+        await ready(bridge)
+        client = await bridge.connect("c", user="ann", password=b"a", level=V5)
+        client.send(subscribe(1, ("$share/g/in/#", 4 | 1), level=V5))  # No Local
+        assert await client.receive() == Packet(0xE0, b"\x82\0")
+        client = await bridge.connect("c", user="ann", password=b"a")
+        client.send(subscribe(1, ("in/#/a", 1)))
+        with pytest.raises(ConnectionError):
+            await client.receive()
 
     with_plugin(tmp_path, test)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from bridge.mqtt.wire.packets import ProtocolError
 from bridge.plugin.auth import Question
 
 if TYPE_CHECKING:
@@ -46,7 +47,10 @@ class Asking:
         return self._known[action, topic][1] == float("inf")
 
     def ask(self, action: Action, topics: Sequence[str], then: Callable[[], None] | None = None) -> None:
-        """Hold the connection until all topics are decided. Then call `then` and resume reading."""
+        """Hold the connection until all topics are decided. Then call `then` and resume reading.
+
+        If `then` raises ProtocolError, the connection is closed.
+        """
         self._conn.hold("authorize")
         self._connections.spawn(self._ask(action, topics, then))
 
@@ -61,7 +65,10 @@ class Asking:
                 await self.learn(action, topic)
         if not self._conn.gone:
             if then is not None:
-                then()
+                try:
+                    then()
+                except ProtocolError as error:
+                    self._conn.fail("protocol_errors", str(error), error.reason)
             self._conn.release("authorize")
 
     async def learn(self, action: Action, topic: str) -> bool:
