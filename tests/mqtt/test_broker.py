@@ -242,6 +242,43 @@ def test_an_unacknowledged_message_comes_again_to_the_client_that_returns(
     assert subscriber.got() == PRESENT + again + publish("t", b"3", 1, 3)
 
 
+def test_a_qos_2_message_that_a_subscriber_does_not_accept_holds_back_no_other(
+    world: World, client: Client
+) -> None:
+    limits = {p.MAXIMUM_PACKET_SIZE: 100, p.RECEIVE_MAXIMUM: 1}
+    publisher, subscriber = client("p"), client("s", level=V5, clean=False, properties=LASTING | limits)
+    subscriber.send(subscribe(5, ("t", 2), level=V5))
+    subscriber.got()
+    publisher.send(publish("t", b"x" * 500, 2, 1) + publish("t", b"small", 2, 2))
+    publisher.got()
+    assert subscriber.got() == publish("t", b"small", 2, 1, level=V5)
+    assert world.broker.counts["dropped_too_large"] == 1
+
+
+def test_a_client_that_returns_while_the_journal_fails_gets_what_waits_once_it_works(
+    world: World, client: Client
+) -> None:
+    publisher, subscriber = client("p"), client("s", level=V5, clean=False, properties=LASTING)
+    subscriber.send(subscribe(5, ("t", 2), level=V5))
+    subscriber.got()
+    publisher.send(publish("t", b"1", 2, 1))
+    assert subscriber.got() == publish("t", b"1", 2, 1, level=V5)
+    with full_disk():
+        publisher.send(publish("t", b"2", 2, 2))
+        publisher.got()
+        subscriber.lose()
+        one = LASTING | {p.RECEIVE_MAXIMUM: 1}
+        subscriber = world.connect(connect("s", level=V5, clean=False, properties=one))
+        world.run(1)
+        assert subscriber.got()[:1] == b"\x20", "the journal is not waited for without end"
+    world.run(1)
+    assert subscriber.got() == publish("t", b"1", 2, 1, dup=True, level=V5)
+    subscriber.send(ack(0x50, 1))
+    assert subscriber.got() == ack(0x62, 1)
+    subscriber.send(ack(0x70, 1))
+    assert subscriber.got() == publish("t", b"2", 2, 2, level=V5)
+
+
 def test_a_session_outlives_a_restart_with_its_subscriptions_and_messages(
     world: World, client: Client
 ) -> None:

@@ -333,6 +333,10 @@ class Outbox:
             self._counts["dropped_expired"] += 1
             self._notes.settled(out)
             return
+        if out.qos == 2 and line.max_packet_out < NO_LIMIT and self._too_large(line, out):
+            self._counts["dropped_too_large"] += 1  # before it takes the place of another one
+            self._notes.settled(out)
+            return
         packet_id = 0
         if out.qos:
             packet_id = self._free_id(out.qos)
@@ -355,6 +359,7 @@ class Outbox:
         line = self._line
         if self._again:
             self._again[packet_id] = out  # in order
+            self.pump()
         elif line is not None:
             self._write(line, out, packet_id)
 
