@@ -255,6 +255,30 @@ def test_a_qos_2_message_that_a_subscriber_does_not_accept_holds_back_no_other(
     assert world.broker.counts["dropped_too_large"] == 1
 
 
+@pytest.mark.parametrize("after", ["reconnect", "restart"])
+def test_the_id_of_a_qos_2_message_that_is_not_sent_again_is_released_before_its_next_use(
+    world: World, client: Client, after: str
+) -> None:
+    subscriber = client("s", level=V5, clean=False, properties=LASTING)
+    subscriber.send(subscribe(5, ("t", 2), level=V5))
+    subscriber.got()
+    client("p").send(publish("t", b"x" * 500, 2, 1))
+    assert subscriber.got() == publish("t", b"x" * 500, 2, 1, level=V5)
+    subscriber.lose()
+    if after == "restart":
+        world.broker.stop()
+        world.start()
+    less = LASTING | {p.MAXIMUM_PACKET_SIZE: 100}
+    subscriber = world.connect(connect("s", level=V5, clean=False, properties=less))
+    assert subscriber.got().endswith(ack(0x62, 1))
+    publisher = client("p")
+    publisher.send(publish("t", b"2", 2, 2))
+    assert subscriber.got() == publish("t", b"2", 2, 2, level=V5), "1 is in use until its PUBCOMP"
+    subscriber.send(ack(0x70, 1))
+    publisher.send(publish("t", b"3", 2, 3))
+    assert subscriber.got() == publish("t", b"3", 2, 1, level=V5)
+
+
 def test_a_client_that_returns_while_the_journal_fails_gets_what_waits_once_it_works(
     world: World, client: Client
 ) -> None:

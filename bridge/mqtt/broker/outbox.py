@@ -13,7 +13,8 @@ of a packet id:
 
     noted       its record is being written; nothing has been sent
     in flight   PUBLISH may have been sent, and is sent again on the next connection
-    settled     PUBREC has arrived: the record is being written, and PUBLISH is never sent again
+    settled     PUBREC has arrived, or the client now accepts only smaller packets: the record is being
+                written, and PUBLISH is never sent again
     released    PUBREL has been sent, and is sent again on the next connection; PUBCOMP frees the id
 
 QoS 1 has only `in flight`.
@@ -386,6 +387,9 @@ class Outbox:
         if size > line.max_packet_out:
             # The subscriber does not accept packets of this size (MQTT 5 section 3.1.2.11.4).
             self._counts["dropped_too_large"] += 1
+            if out.sent and out.qos == 2:
+                self.pubrec(packet_id, SUCCESS)  # it may have the message, and must forget the id first
+                return
             if self._inflight.pop(packet_id, None) is not None:
                 self.hold(-out.message.size)
             self._forget(packet_id, out)
