@@ -318,6 +318,31 @@ def test_a_session_outlives_a_restart_with_its_subscriptions_and_messages(
     assert subscriber.got() == PRESENT + publish("t", b"1", 1, 1)
 
 
+@pytest.mark.parametrize("limit", [{"queued_messages": 5}, {"queued_bytes": 6000}], ids=["number", "bytes"])
+def test_a_restart_drops_nothing_of_a_full_queue_behind_messages_in_flight(
+    tmp_path: Path, limit: dict[str, int]
+) -> None:
+    world = World(tmp_path, in_flight=3, **limit)
+    messages = [publish("t", b"%d" % number * 900, 1, number) for number in range(1, 9)]
+    subscriber = world.connect(connect("s", clean=False))
+    subscriber.send(subscribe(5, ("t", 1)))
+    subscriber.got()
+    publisher = world.connect(connect("p"))
+    publisher.send(b"".join(messages))
+    publisher.got()
+    assert subscriber.got() == b"".join(messages[:3])
+    for _ in range(2):
+        world.broker.stop()
+        world.start()
+    subscriber, got = world.connect(connect("s", clean=False)), b""
+    for number in range(1, 9):
+        got += subscriber.got()
+        subscriber.send(ack(0x40, number))
+    again = [publish("t", b"%d" % number * 900, 1, number, dup=True) for number in range(1, 4)]
+    assert got == PRESENT + b"".join(again + messages[3:])
+    assert not world.broker.counts["dropped_queue_full"]
+
+
 @pytest.mark.parametrize("way", ["lost", "DISCONNECT"])
 def test_a_will_is_published_when_its_client_is_lost_and_not_when_it_goes(
     world: World, client: Client, way: str

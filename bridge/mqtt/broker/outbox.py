@@ -120,7 +120,7 @@ class Outbox:
         self._memory.take(size)
 
     def restore(self, out: Outgoing, packet_id: int) -> None:
-        """Restore a QoS 2 message that an earlier process may have sent with this packet id."""
+        """Restore a message that an earlier process may have sent, at QoS 2 with this packet id."""
         out.noted = out.sent = True
         self._inflight[packet_id] = out
         self.hold(out.message.size)
@@ -135,6 +135,19 @@ class Outbox:
             if packet_id not in self._inflight:
                 self._released.setdefault(packet_id, True)
 
+    def restore_queue(self, outs: Collection[Outgoing]) -> None:
+        """Restore messages that waited, or were in flight at QoS 1, oldest first.
+
+        Those for which the queue has no room were in flight.
+        """
+        for out in outs:
+            self._enqueue(out)
+        while self._is_too_full():
+            if self._queue[0].qos == 1 and len(self._inflight) + len(self._released) < self._limits.in_flight:
+                self.restore(self._pop(), self._free_id(1))
+            else:
+                self.drop_oldest()
+
     def put(self, out: Outgoing) -> None:
         """Send a message now if possible, or queue it."""
         line = self._line
@@ -144,11 +157,17 @@ class Outbox:
         elif line.writable and not self._queue and not self._again and (not out.qos or self._room(line)):
             self._send(line, out)
             return
+        self._enqueue(out)
+        while self._is_too_full():
+            self.drop_oldest()
+
+    def _enqueue(self, out: Outgoing) -> None:
         self._queue.append(out)
         self._bytes += out.message.size
         self.hold(out.message.size)
-        while len(self._queue) > self._limits.queued_messages or self._bytes > self._limits.queued_bytes:
-            self.drop_oldest()
+
+    def _is_too_full(self) -> bool:
+        return len(self._queue) > self._limits.queued_messages or self._bytes > self._limits.queued_bytes
 
     def drop_oldest(self) -> None:
         """Drop the message that has waited for longest."""

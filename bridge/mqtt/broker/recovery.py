@@ -157,7 +157,7 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
         for out in past.queue.values():
             if out.qos == 2 and not complete:
                 out.share = ""  # it may have been sent, so it stays with its member (MQTT-4.8.2-5)
-            session.outbox.put(out)
+        session.outbox.restore_queue(past.queue.values())
     broker.clock.observed()
 
 
