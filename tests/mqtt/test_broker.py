@@ -381,6 +381,19 @@ def test_a_will_waits_for_its_delay_and_is_taken_back_by_the_client_that_returns
     assert subscriber.got() == publish("will/c", b"gone", 0)
 
 
+def test_a_client_that_does_not_accept_its_connack_changes_nothing(world: World, client: Client) -> None:
+    subscriber, before = client("s"), client("c", level=V5, clean=False, properties=LASTING)
+    subscriber.send(subscribe(5, ("will/#", 0)))
+    subscriber.got()
+    small = {p.MAXIMUM_PACKET_SIZE: 10}
+    wire = world.connect(connect("c", level=V5, will=("will/c", b"gone", 0), properties=small))
+    assert wire.got() == b"\x20\3\0\x95\0"
+    assert wire.transport.closed
+    assert subscriber.got() == b""
+    before.send(PING)
+    assert before.got() == PONG
+
+
 def test_a_session_ends_when_its_time_is_over(world: World, client: Client) -> None:
     client("c", level=V5, clean=False, properties=LASTING).lose()
     world.run(59)

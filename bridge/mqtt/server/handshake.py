@@ -205,6 +205,11 @@ def _open(conn: Connection, connect: Connect, identity: Identity, proof: bytes) 
     else:
         expiry = 0 if connect.clean else NEVER
     conn.keep_alive = 1.5 * seconds
+    size = len(_connack(conn, connect, client_id, expiry, present=False))
+    if size > conn.max_packet_out:  # before it takes over or ends a session, and has a will
+        limit = f"its Maximum Packet Size of {conn.max_packet_out}"
+        conn.refuse(PACKET_TOO_LARGE, f"CONNACK has {size} bytes, above {limit}")
+        return
 
     def opened(present: bool | Refused) -> None:
         if isinstance(present, Refused):
@@ -212,12 +217,7 @@ def _open(conn: Connection, connect: Connect, identity: Identity, proof: bytes) 
             return
         session = conn.session
         assert session is not None
-        answer = _connack(conn, connect, present=present)
-        if len(answer) > conn.max_packet_out:
-            size = f"its Maximum Packet Size of {conn.max_packet_out}"
-            conn.refuse(PACKET_TOO_LARGE, f"CONNACK has {len(answer)} bytes, above {size}")
-            return
-        conn.send(answer)
+        conn.send(_connack(conn, connect, client_id, expiry, present=present))
         record("login", origin=identity.origin, user=user, client=client_id, why=_LOGINS[proof[:1]])
         conn.opened()
         session.outbox.attach(conn)
@@ -252,22 +252,21 @@ def _refused_will(conn: Connection, identity: Identity, topic: str) -> Refused |
     return None
 
 
-def _connack(conn: Connection, connect: Connect, *, present: bool) -> bytes:
+def _connack(conn: Connection, connect: Connect, client_id: str, expiry: int, *, present: bool) -> bytes:
     """Return CONNACK 0. For MQTT 5 it has each limit below the protocol's own (section 3.2.2.3)."""
     if connect.level != V5:
         return answers.connack(connect.level, SUCCESS, present=present)
-    session, config = conn.session, conn.connections.config
-    assert session is not None
+    config = conn.connections.config
     properties: p.Properties = {
         p.MAXIMUM_PACKET_SIZE: config.max_packet,
         p.RECEIVE_MAXIMUM: RECEIVE_MAXIMUM,
         p.TOPIC_ALIAS_MAXIMUM: TOPIC_ALIASES,
     }
     longest = config.limits.session_expiry_interval // 1000
-    if session.expiry > longest:
+    if expiry > longest:
         properties[p.SESSION_EXPIRY] = longest
     if not connect.client_id:
-        properties[p.ASSIGNED_CLIENT_ID] = session.client_id.encode()
+        properties[p.ASSIGNED_CLIENT_ID] = client_id.encode()
     if conn.keep_alive != 1.5 * connect.keep_alive:
         properties[p.SERVER_KEEP_ALIVE] = round(conn.keep_alive / 1.5)
     return answers.connack(connect.level, SUCCESS, present=present, properties=properties)
