@@ -215,6 +215,22 @@ async def test_a_client_that_does_not_read_is_held_and_disturbs_nobody(bridge: B
 
 
 @bridge_test
+async def test_a_silent_client_that_reads_nothing_is_lost_after_its_keep_alive(bridge: Bridge) -> None:
+    watcher, publisher = await bridge.connect("w"), await bridge.connect("p")
+    await watcher.subscribe(("will", 0))
+    deaf = await bridge.connect("deaf", keep_alive=1, will=("will", b"gone", 0))
+    await deaf.subscribe(("t", 0))
+    deaf.reader._transport.pause_reading()  # type: ignore[attr-defined]
+    conn = next(one for one in bridge.server.connections.open if one.session.client_id == "deaf")
+    end = time.monotonic() + DEADLINE
+    while conn.writable and time.monotonic() < end:
+        publisher.send(publish("t", bytes(60_000)))
+        assert await publisher.alive()
+    assert not conn.writable
+    assert (await watcher.message()).payload == b"gone"
+
+
+@bridge_test
 async def test_publishers_are_held_while_too_much_waits_for_the_disk(bridge: Bridge) -> None:
     publisher, subscriber = await bridge.connect("p"), await bridge.connect("s")
     for told in bridge.manager.on_pressure:

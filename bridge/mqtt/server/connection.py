@@ -15,7 +15,9 @@ packets other than PUBLISH.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
 from typing import TYPE_CHECKING, cast
 
 from bridge.audit import Origin, record
@@ -282,6 +284,7 @@ class Connection(Source):
         self.limit = self.connections.config.max_packet
         self._timer.cancel()
         if self.keep_alive:
+            self._limit_unread()
             self._watch()
         if self.expires:
             self._watch_expiry()
@@ -581,6 +584,16 @@ class Connection(Source):
             self._expiry = self.connections.runtime.later(wait, self._watch_expiry)
         else:
             self.fail("expired_logins", "its credentials have expired", MAXIMUM_CONNECT_TIME)
+
+    def _limit_unread(self) -> None:
+        """Have the kernel end the connection if the peer reads nothing for as long as it may be silent.
+
+        Meanwhile we do not read from it (`pause_writing`), so `_watch` cannot tell whether it is there.
+        """
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            with contextlib.suppress(OSError):  # the peer may just have disconnected
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.keep_alive * 1000))
 
     def _watch(self) -> None:
         """Enforce the keep-alive: silence for 1.5 times as long counts as lost (3.1.1 section 3.1.2.10)."""
