@@ -381,6 +381,18 @@ def test_a_will_waits_for_its_delay_and_is_taken_back_by_the_client_that_returns
     assert subscriber.got() == publish("will/c", b"gone", 0)
 
 
+def test_no_local_also_keeps_its_own_will_from_a_client_that_returns(world: World, client: Client) -> None:
+    will = {"will": ("t", b"gone", 1), "properties": LASTING, "level": V5, "clean": False}
+    wire, other = client("c", **will), client("other", properties=LASTING, level=V5, clean=False)
+    for each, options in ((wire, 4 | 1), (other, 1)):
+        each.send(subscribe(5, ("t", options), level=V5))
+        each.got()
+    wire.lose()
+    assert other.got() == publish("t", b"gone", 1, 1, level=V5)
+    wire = world.connect(connect("c", properties=LASTING, level=V5, clean=False))
+    assert b"gone" not in wire.got()
+
+
 def test_a_client_that_does_not_accept_its_connack_changes_nothing(world: World, client: Client) -> None:
     subscriber, before = client("s"), client("c", level=V5, clean=False, properties=LASTING)
     subscriber.send(subscribe(5, ("will/#", 0)))

@@ -153,7 +153,8 @@ class Publisher:
         if self._router.route(will.topic).ignored:
             return
         try:
-            self.bring(session.client_id, session.identity.label, session.identity.holder, will)
+            who = session.identity
+            self.bring(session.client_id, who.label, who.holder, will, origin=session)
         except (StreamError, RetainedFull) as error:
             self._counts["dropped_wills"] += 1
             self._reports.will_not_stored(session, error)
@@ -161,14 +162,21 @@ class Publisher:
             self._counts["wills"] += 1
 
     def bring(
-        self, client: str, label: str, holder: Holder, packet: Publish, *, keep_copies: bool = False
+        self,
+        client: str,
+        label: str,
+        holder: Holder,
+        packet: Publish,
+        *,
+        origin: Session | None = None,
+        keep_copies: bool = False,
     ) -> list[Committer]:
         """Publish a message that did not come over a connection: a will, or one from another broker.
 
         `client` is the publisher's client id, `label` its name in the log, and `holder` who a retained
-        message counts for. `keep_copies`: the journal keeps its copies for persistent sessions, also if it is
-        in a stream. Returns what must be committed before the message counts as stored. Raises StreamError or
-        RetainedFull, and then it is nowhere.
+        message counts for. `origin` is the publisher's session, for No Local. `keep_copies`: the journal
+        keeps its copies for persistent sessions, also if it is in a stream. Returns what must be committed
+        before the message counts as stored. Raises StreamError or RetainedFull, and then it is nowhere.
         """
         route = self._router.route(packet.topic)
         head = packet.head & 9  # no QoS 2 here: a packet id in it is not one of the client's
@@ -188,7 +196,8 @@ class Publisher:
                 raise
             return list(places)
         began = self._turns.begin()
-        if self._router.publish(route, self._message(packet), holder=holder, keep_copies=keep_copies):
+        message = self._message(packet)
+        if self._router.publish(route, message, origin, holder=holder, keep_copies=keep_copies):
             touched.append(self._journal)
         self._turns.spend(began)
         return touched
