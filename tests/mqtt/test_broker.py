@@ -393,6 +393,12 @@ def test_no_local_also_keeps_its_own_will_from_a_client_that_returns(world: Worl
     assert b"gone" not in wire.got()
 
 
+def test_a_will_needs_a_response_topic_without_wildcards_as_a_publish_does(world: World) -> None:
+    for reply, answer in ((b"a/b", b"\x20\x11\0\0"), (b"a/#", b"\x20\3\0\x90")):
+        will = {"will": ("t", b"gone", 0), "will_properties": {p.RESPONSE_TOPIC: reply}}
+        assert world.connect(connect("c", level=V5, **will)).got()[:4] == answer
+
+
 def test_a_client_that_does_not_accept_its_connack_changes_nothing(world: World, client: Client) -> None:
     subscriber, before = client("s"), client("c", level=V5, clean=False, properties=LASTING)
     subscriber.send(subscribe(5, ("will/#", 0)))

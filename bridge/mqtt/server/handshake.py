@@ -23,6 +23,7 @@ from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import (
     BAD_AUTH_METHOD,
     BAD_CLIENT_ID,
+    BAD_TOPIC_NAME,
     BAD_USER_OR_PASSWORD,
     NOT_AUTHORIZED,
     PACKET_TOO_LARGE,
@@ -37,12 +38,15 @@ from bridge.mqtt.wire.packets import (
     ProtocolError,
     parse_connect,
     protocol_of,
+    text,
 )
 from bridge.plugin.auth import Login
+from bridge.topics import is_topic_name
 
 if TYPE_CHECKING:
     from bridge.access.rules import Identity
     from bridge.mqtt.server.connection import Connection
+    from bridge.mqtt.wire.packets import Will
 
 MAX_CLIENT_ID = 1_024
 TOPIC_ALIASES = 64  # of one connection, announced by CONNACK
@@ -179,7 +183,7 @@ def _authenticated(conn: Connection, connect: Connect, user: str | None, proof: 
     client_id = connect.client_id or f"auto-{secrets.token_hex(10)}"
     identity = listener.access.identify(client_id, user, local=conn.local)
     identity.origin = Origin("mqtt", conn.address)
-    if connect.will is not None and (refused := _refused_will(conn, identity, connect.will.topic)):
+    if connect.will is not None and (refused := _refused_will(conn, identity, connect.will)):
         conn.refuse(*refused)
         return
     if refused_by_budget := conn.connections.enter_user(conn, identity):
@@ -240,8 +244,11 @@ def _unfit(connect: Connect) -> Refused | None:
     return None
 
 
-def _refused_will(conn: Connection, identity: Identity, topic: str) -> Refused | None:
-    """Return why a client may not have a will on this topic: the rules for a PUBLISH apply."""
+def _refused_will(conn: Connection, identity: Identity, will: Will) -> Refused | None:
+    """Return why a client may not have this will: the rules for a PUBLISH apply."""
+    topic, reply = will.topic, will.properties.get(p.RESPONSE_TOPIC)
+    if reply is not None and not is_topic_name(text(reply)):
+        return Refused(BAD_TOPIC_NAME, f"a will with response topic {reply[:80]!r}")
     try:
         route = conn.broker.router.route(topic.encode())
     except ProtocolError as error:
