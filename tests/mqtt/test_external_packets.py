@@ -251,6 +251,20 @@ async def test_requests_that_wait_are_bounded_and_hold_no_message_up(
 
 
 @with_bytes
+async def test_a_reply_that_a_wildcard_brings_back_is_not_answered(
+    broker: BrokerOfBytes, bridge: Bridge
+) -> None:
+    redefine(bridge, topics=["#"])
+    await until(lambda: "1 SUBSCRIBE #" in broker.log)
+    broker.send("streambridge/dev/listStreams/reply", b"{}", 1, 1)
+    broker.send("streambridge/dev/listStreams", b"{}", 1, 2)
+    await until(lambda: broker.got("PUBACK 2") and broker.got("PUBLISH"))
+    assert len(broker.got("PUBLISH streambridge/dev/listStreams/reply {")) == 1
+    assert len(broker.got("PUBLISH")) == bridge.stat("requests") == 1
+    assert await bridge.payloads() == []
+
+
+@with_bytes
 async def test_replies_that_the_broker_does_not_take_count_as_requests_under_way(
     broker: BrokerOfBytes, bridge: Bridge
 ) -> None:

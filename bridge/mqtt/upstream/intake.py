@@ -181,6 +181,8 @@ class IntoStreams:
 
     def take(self, packet: Publish) -> Collection[Committer]:
         if packet.topic.startswith(f"{REQUEST_LEVEL}/".encode()):
+            if not matches(REQUESTS, packet.topic.decode()):
+                return ()  # a reply, which a wildcard of a stream matches: answers to it would never end
             if self._settings.operations:
                 self._requests.take(packet)
             else:
