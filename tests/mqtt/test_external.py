@@ -233,6 +233,33 @@ def test_requests_are_answered_over_the_broker(tmp_path: Path) -> None:
         run_async(main())
 
 
+def test_a_reply_larger_than_the_broker_takes_says_so_and_the_connection_stays(tmp_path: Path) -> None:
+    async def main() -> None:
+        settings = external(broker.port, protocol="5", operations=True)
+        async with asyncio.timeout(240), running(tmp_path, **settings) as bridge:
+            await connected(bridge)
+            device = await asyncio.to_thread(Device, broker.port)
+            device.client.subscribe("streambridge/dev/+/reply", 1)
+            for _ in range(8):
+                await asyncio.to_thread(device.publish, "in/a", b"x" * 5000)
+            await stored(bridge, 8)
+            all_of_it = b'{"name": "s", "readMessagesOptions": {"minMessageCount": 8, "maxMessageCount": 8}}'
+            await asyncio.to_thread(device.publish, "streambridge/dev/readMessages", all_of_it)
+            await until(lambda: len(device.got) == 1)
+            assert json.loads(device.got[0].payload)["statusName"] == "ResponsePayloadTooLarge"
+            long_id = json.dumps({"requestId": "x" * 19_900}).encode()
+            await asyncio.to_thread(device.publish, "streambridge/dev/nonsense", long_id)
+            await asyncio.to_thread(device.publish, "streambridge/dev/listStreams", b"{}")
+            await until(lambda: len(device.got) == 2)
+            assert json.loads(device.got[1].payload)["streams"] == ["s"]
+            assert bridge.stat("dropped_replies") == 1
+            assert bridge.stat("connects") == 1
+            device.close()
+
+    with Mosquitto(tmp_path / "broker", "max_packet_size 20000") as broker:
+        run_async(main())
+
+
 def test_two_bridges_share_the_messages_of_a_group(tmp_path: Path) -> None:
     async def main() -> None:
         first = running(tmp_path / "1", **external(broker.port, share_group="g", client_id="one"))

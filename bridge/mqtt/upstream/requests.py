@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 REQUEST_ROOM = 8 * 1024 * 1024  # bytes of requests in progress, each with this many for its processing:
 REQUEST_COST = 32 * 1024
+AROUND = 64  # more than what a PUBLISH has besides topic, payload and correlation data
 
 
 class Requests:
@@ -43,7 +44,7 @@ class Requests:
         self, settings: ExternalSettings, operations: Operations, access: Access, max_packet: int
     ) -> None:
         self._settings, self._operations, self._access = settings, operations, access
-        self._max_packet = max_packet
+        self._max_packet = self._largest = max_packet
         self._client: paho.Client
         self._counts: Counter[str]
         self._loop = asyncio.get_running_loop()
@@ -55,6 +56,10 @@ class Requests:
         """Reply through this client."""
         self._client, self._counts = client, counts
         client.on_publish = self._on_publish
+
+    def connected(self, largest: int | None) -> None:
+        """Send no packet of more bytes on a new connection; None: the broker has set no limit."""
+        self._largest = self._max_packet if largest is None else min(largest, self._max_packet)
 
     async def stop(self) -> None:
         """Cancel the requests in progress."""
@@ -98,7 +103,8 @@ class Requests:
     async def _reply(
         self, operation: str, body: bytes, reply_to: str, asked: p.Properties, caller: Identity
     ) -> None:
-        reply = await answer(self._operations, operation, body, self._max_packet, caller)
+        room = self._largest - _around(reply_to, asked)
+        reply = await answer(self._operations, operation, body, room, caller)
         packet_id = self._publish(reply_to, reply, asked, 1)
         if packet_id is not None:
             taken = self._replies[packet_id] = self._loop.create_future()
@@ -106,6 +112,11 @@ class Requests:
 
     def _publish(self, reply_to: str, reply: bytes, asked: p.Properties, qos: int) -> int | None:
         """Send a reply. Returns its packet id, or None if it cannot be sent."""
+        size = len(reply) + _around(reply_to, asked)
+        if size > self._largest:  # the broker would end this connection, and each on which it is sent again
+            log.warning("cannot reply on %.200r: %d bytes are too large", reply_to, size)
+            self._counts["dropped_replies"] += 1
+            return None
         properties = None
         if self._settings.protocol == "5":
             properties = PahoProperties(PacketTypes.PUBLISH)  # type: ignore[no-untyped-call]
@@ -128,3 +139,8 @@ class Requests:
         taken = self._replies.pop(packet_id, None)
         if taken is not None and not taken.done():
             taken.set_result(None)
+
+
+def _around(reply_to: str, asked: p.Properties) -> int:
+    """Return at least the bytes that the packet of a reply has besides its payload."""
+    return len(reply_to.encode()) + len(asked.get(p.CORRELATION_DATA, b"")) + AROUND

@@ -207,10 +207,11 @@ class Upstream:
 
     # -- in paho's thread ------------------------------------------------------------
 
-    def _on_connect(self, client: Any, _data: Any, flags: Any, reason: Any, _properties: Any) -> None:
+    def _on_connect(self, client: Any, _data: Any, flags: Any, reason: Any, properties: Any) -> None:
         self._connection += 1  # here too, because paho does not report every end
         code = reason.value if reason.is_failure else 0
-        self._loop.call_soon_threadsafe(self._connect_ended, code, str(reason), bool(flags.session_present))
+        present, largest = bool(flags.session_present), getattr(properties, "MaximumPacketSize", None)
+        self._loop.call_soon_threadsafe(self._connect_ended, code, str(reason), present, largest)
 
     def _on_connect_fail(self, _client: Any, _data: Any) -> None:
         # paho gives no reason, but calls this while it handles the error.
@@ -241,7 +242,7 @@ class Upstream:
 
     # -- in the event loop ------------------------------------------------------------
 
-    def _connect_ended(self, code: int, reason: str, present: bool) -> None:
+    def _connect_ended(self, code: int, reason: str, present: bool, largest: int | None) -> None:
         self._answered = True
         if code:
             self.counts["refused_connects"] += 1
@@ -254,6 +255,8 @@ class Upstream:
         self._link.recovered()
         self._connected = True
         self.counts["connects"] += 1
+        if self._requests is not None:
+            self._requests.connected(largest)
         if not self._subscriptions.connected(present):
             self.counts["sessions_lost"] += 1
             log.warning(
