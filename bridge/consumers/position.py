@@ -13,6 +13,8 @@ from msgspec import Struct
 
 from bridge.ranges import Pair, Ranges, runs
 
+FEW = 100  # stale entries of `_due` that do no harm
+
 
 class Lease(Struct, array_like=True):
     """A message that was delivered `deliveries` times, and may be delivered again from `until` on.
@@ -63,7 +65,7 @@ class Position:
         self.version = 0  # counts the changes that a reply waits for
         self._due: list[Pair] = []  # a heap of (until, number); entries that match no lease are stale
         self._changed: set[int] = set()
-        self._added: list[Pair] = []
+        self._added = Ranges()
         self.unsaved_from: int | None = None  # the lowest number acknowledged or rejected since `take`
 
     @property
@@ -94,7 +96,7 @@ class Position:
 
     def _hold(self, lease: Lease, until: int, holder: str | None) -> None:
         lease.until, lease.holder = until, holder
-        heappush(self._due, (until, lease.number))
+        self._queue(until, lease.number)
         self._changed.add(lease.number)
         self.version += 1
 
@@ -126,7 +128,7 @@ class Position:
 
     def _remove(self, first: int, last: int) -> None:
         self.settled.add(first, last)
-        self._added.append((first, last))
+        self._added.add(first, last)
         self._end_leases(first, last)
 
     def _end_leases(self, first: int, last: int) -> None:
@@ -157,7 +159,13 @@ class Position:
     def requeue(self, number: int) -> None:
         """Return a number to the queue, because it was not delivered after `due`."""
         if (lease := self.leases.get(number)) is not None:
-            heappush(self._due, (lease.until, number))
+            self._queue(lease.until, number)
+
+    def _queue(self, until: int, number: int) -> None:
+        """Add an entry, and remove stale ones once they are most: nobody may ask what is due."""
+        heappush(self._due, (until, number))
+        if len(self._due) > 2 * len(self.leases) + FEW:
+            self.queue_all()
 
     def queue_all(self) -> None:
         """Make all leases due at their time again, even those that `due` has returned."""
@@ -167,7 +175,7 @@ class Position:
     # -- the journal -------------------------------------------------------------------------------------
     def take(self, now: int) -> Change:
         """Return all changes since the last call."""
-        settled = list(Ranges(self._added))
+        settled = list(self._added)
         leases = [self.leases[number] for number in self._changed if number in self.leases]
         self._forget_changes()
         return self._change(now, settled, leases)
@@ -178,7 +186,7 @@ class Position:
         return self._change(now, list(self.settled), list(self.leases.values()))
 
     def _forget_changes(self) -> None:
-        self._changed, self._added, self.unsaved_from = set(), [], None
+        self._changed, self._added, self.unsaved_from = set(), Ranges(), None
 
     def _change(self, now: int, settled: list[Pair], leases: list[Lease]) -> Change:
         rows = [(lease.number, lease.until, lease.deliveries, lease.size) for lease in leases]

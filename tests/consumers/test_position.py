@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -73,6 +74,24 @@ def test_a_position_is_what_its_changes_make_and_has_no_more_holes_than_leases(
     assert all(again.leases[n].until <= max(until, now + 20) for n, (until, _) in leases.items())
     again.queue_all()
     assert sorted(again.due(10**9, 10**9)) == sorted(leases)
+
+
+def test_a_position_that_nobody_fetches_from_or_saves_does_not_grow() -> None:
+    position = Position(0)
+    position.deliver(0, 1, 1, "w")
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(1, 20_001):
+            position.skip(number, number)  # a message that is not for this consumer
+            position.hold(0, number, "w")  # a worker that goes on and on
+            position.requeue(0)  # a dead letter that its stream does not take
+        assert tracemalloc.get_traced_memory()[0] - before < 100_000
+    finally:
+        tracemalloc.stop()
+    assert position.due(20_000, 9) == [0]
+    change = position.take(20_000)
+    assert (change.settled, [lease[:2] for lease in change.leases]) == ([(1, 20_000)], [(0, 20_000)])
 
 
 def test_a_clock_that_was_lost_makes_a_lease_last_its_whole_time_again_and_no_longer() -> None:
