@@ -425,7 +425,10 @@ class Consumer:
             await self._host.append(name, dead_letter(*place, record, reason, with_payload=False))
 
     def refresh(self) -> None:
-        """Skip dropped messages, and reject those delivered too often. Called every second."""
+        """Skip dropped messages, and reject those delivered too often. Called every second.
+
+        Saves a start by time: a time in the future would mean another message at the next start.
+        """
         stream, position = self.stream, self.position
         if self.closed or stream.closed:
             return
@@ -436,6 +439,8 @@ class Consumer:
             for number in [n for n in position.leases if stream.drops.count(n, n)]:
                 position.skip(number, number)
             self.wake()
+        if self.config.start_time is not None and self._saved < 0 and self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._save_start())
         if self.config.max_deliveries is not None and self._task is None:
             now = stream.clock.now()
             found = {
@@ -445,6 +450,13 @@ class Consumer:
             }
             if found:
                 self._task = asyncio.get_running_loop().create_task(self._reject_exhausted(found))
+
+    async def _save_start(self) -> None:
+        try:
+            with suppress(StreamBridgeError):  # it is tried again
+                await self._save()
+        finally:
+            self._task = None
 
     async def _reject_exhausted(self, found: dict[int, str]) -> None:
         try:
