@@ -19,6 +19,7 @@ class BrokerOfBytes:
         self.log: list[str] = []
         self.connections = 0
         self.session_present = False
+        self.silent_to_connects = False  # no CONNACK
         self.refused: dict[str, int] = {}  # topic filters, and the code that answers for them
         self.silent: set[str] = set()  # topic filters that are not answered at all
         self.acknowledges = True  # what the client publishes at QoS 1
@@ -60,7 +61,7 @@ class BrokerOfBytes:
 
     def _answer(self, client: Client, number: int, head: int, body: bytes) -> None:
         packet_id, kind, rest = body[:2], head & 0xF0, body[2:]
-        if kind == 0x10:
+        if kind == 0x10 and not self.silent_to_connects:
             client.send(bytes((0x20, 2, self.session_present, 0)))
         elif kind == 0x30:
             published = client.parse(head, body)

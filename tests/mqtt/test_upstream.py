@@ -321,6 +321,26 @@ def test_a_reload_adds_changes_and_removes_upstreams_or_nothing(tmp_path: Path) 
         run_async(main())
 
 
+def test_reloads_while_the_broker_is_away_leave_no_subscription_of_the_first_mapping(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(120), BrokerOfBytes() as broker, running(tmp_path) as bridge:
+            mappings = [Mapping(filter=f"{name}/#", topic="in/{topic}") for name in ("one", "two", "three")]
+            first, second, third = [
+                upstream(broker.port, protocol="3.1.1", mapping=[mapping]) for mapping in mappings
+            ]
+            bridge.front.reload(bridge.config, [first])
+            await ready(bridge)
+            broker.silent_to_connects = broker.session_present = True
+            bridge.front.reload(bridge.config, [second])
+            await until(lambda: broker.connections == 2)
+            broker.silent_to_connects = False
+            bridge.front.reload(bridge.config, [third])
+            await until(lambda: broker.got("UNSUBSCRIBE one/#"))
+            await until(lambda: broker.got("SUBSCRIBE three/#"))
+
+    run_async(main())
+
+
 def test_two_brokers_that_pull_from_each_other_stop_after_one_turn(tmp_path: Path) -> None:
     async def main() -> None:
         one = Bridge(tmp_path / "1", MqttConfig(listen=[f"tcp://127.0.0.1:{ports[0]}"]))

@@ -72,6 +72,11 @@ class Subscriptions:
             self._again.cancel()
             self._again = None
 
+    @property
+    def held(self) -> Collection[str]:
+        """The filters to which our session there may be subscribed, wanted or not."""
+        return self._made | self._inherited
+
     def update(self) -> None:
         """Subscribe to the filters that are wanted now, and soon unsubscribe all others."""
         if not self._connected:

@@ -186,8 +186,8 @@ class Upstream:
 
     @property
     def filters(self) -> Collection[str]:
-        """Return the filters to which it subscribes."""
-        return self._intake.wishes()
+        """Return the filters to which our session there is or may be subscribed."""
+        return {*self._intake.wishes(), *self._subscriptions.held}
 
     def changed(self) -> None:
         """Apply changed streams or rules."""
