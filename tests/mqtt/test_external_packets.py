@@ -250,6 +250,22 @@ async def test_requests_that_wait_are_bounded_and_hold_no_message_up(
     await until(lambda: [line for line in broker.got("PUBLISH") if '"streams":["s"]' in line])
 
 
+@with_bytes(hurry=20)
+async def test_long_topics_of_messages_that_wait_take_no_more_memory_than_payloads(
+    broker: BrokerOfBytes, bridge: Bridge
+) -> None:
+    redefine(bridge, max_size=4096, stream_segment_size=1024)
+    for number in range(1, 31):
+        broker.send("in/a", bytes(200), 1, number)
+    await until(lambda: bridge.stat("held"))
+    for number in range(31, 531):
+        broker.send("in/" + "x" * 60_000, b"", 1, number)
+    await until(lambda: bridge.stat("waiting") > 100)
+    tries = bridge.stat("held") + 10
+    await until(lambda: bridge.stat("held") > tries)
+    assert bridge.stat("waiting") < 170, "the broker keeps the others"
+
+
 @with_bytes
 async def test_a_reply_that_a_wildcard_brings_back_is_not_answered(
     broker: BrokerOfBytes, bridge: Bridge

@@ -364,4 +364,10 @@ class Upstream:
 
 def _room_for(packet: Publish) -> int:
     """Return roughly the bytes that a message takes in the inbox."""
-    return len(packet.payload) + 200
+    size = len(packet.payload) + len(packet.topic) + 200
+    for value in (packet.properties or {}).values():
+        if isinstance(value, bytes):
+            size += len(value)
+        elif isinstance(value, list):  # user properties
+            size += sum(len(name) + len(text) + 200 for name, text in value)
+    return size
