@@ -52,7 +52,7 @@ async def test_an_update_ends_no_subscription_that_a_stream_still_has(
     broker.log.clear()
     redefine(bridge, max_size=2**29)
     bridge.stream("end", "end")
-    await until(lambda: broker.got("SUBSCRIBE end"))
+    await until(lambda: broker.got("SUBSCRIBE streams/end/#"))
     assert broker.log == ["1 SUBSCRIBE end", "1 SUBSCRIBE streams/end/#"], "nothing for the other size"
 
     broker.log.clear()
