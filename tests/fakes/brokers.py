@@ -36,7 +36,7 @@ class BrokerOfBytes:
         self._server.close()
         self.cut()
 
-    def send(self, topic: str, payload: bytes, qos: int = 0, packet_id: int = 0) -> None:
+    def send(self, topic: str | bytes, payload: bytes, qos: int = 0, packet_id: int = 0) -> None:
         """Deliver a message."""
         assert self._client is not None
         self._client.send(publish(topic, payload, qos, packet_id))

@@ -100,6 +100,25 @@ def test_what_devices_publish_at_the_broker_is_stored(tmp_path: Path, protocol: 
         run_async(main())
 
 
+def test_a_property_with_a_byte_order_mark_is_stored_and_stops_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        settings = external(broker.port, protocol="5")
+        async with asyncio.timeout(240), running(tmp_path, **settings) as bridge:
+            await connected(bridge)
+            device = await asyncio.to_thread(Device, broker.port, v5=True)
+            properties = Properties(PacketTypes.PUBLISH)
+            properties.UserProperty = ("unit", "\ufeffK")
+            await asyncio.to_thread(device.publish, "in/a", b"1", properties=properties)
+            await asyncio.to_thread(device.publish, "in/a", b"2")
+            assert await stored(bridge, 2) == [b"1", b"2"]
+            assert decoded((await bridge.stored())[0].headers) == {"user": [["unit", "\ufeffK"]]}
+            assert bridge.stat("connects") == 1
+            device.close()
+
+    with Mosquitto(tmp_path / "broker") as broker:
+        run_async(main())
+
+
 def test_messages_wait_at_the_broker_while_the_bridge_is_away(tmp_path: Path) -> None:
     async def main() -> None:
         async with asyncio.timeout(240), running(tmp_path, **external(broker.port)) as bridge:

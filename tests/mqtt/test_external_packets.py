@@ -250,6 +250,18 @@ async def test_requests_that_wait_are_bounded_and_hold_no_message_up(
     await until(lambda: [line for line in broker.got("PUBLISH") if '"streams":["s"]' in line])
 
 
+@with_bytes
+async def test_a_message_with_a_malformed_topic_is_dropped_and_counted_and_stops_nothing(
+    broker: BrokerOfBytes, bridge: Bridge
+) -> None:
+    broker.send(b"in/\xff", b"1", 1, 1)
+    broker.send("in/a", b"2", 1, 2)
+    await until(lambda: broker.got("PUBACK 2"))
+    assert broker.got("PUBACK 1")
+    assert await bridge.payloads() == [b"2"]
+    assert bridge.stat("dropped_malformed") == 1
+
+
 @with_bytes(hurry=20)
 async def test_long_topics_of_messages_that_wait_take_no_more_memory_than_payloads(
     broker: BrokerOfBytes, bridge: Bridge

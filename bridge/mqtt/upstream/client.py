@@ -7,11 +7,11 @@ content is used.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import paho.mqtt.client as paho
-from paho.mqtt.enums import CallbackAPIVersion
+from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties as PahoProperties
 
@@ -29,10 +29,27 @@ FIRST_DELAY, LONGEST_DELAY = 1, 60  # seconds between attempts to connect
 RECEIVE_MAXIMUM = 1_000
 
 
-def make_client(settings: BrokerSettings, client_id: str, named: Named) -> paho.Client:
+class Client(paho.Client):
+    """paho, but PUBLISH packets go to `on_packet`.
+
+    paho takes some correct properties for malformed, such as those with U+FEFF, and ends the connection. The
+    broker then delivers the same message again on each new one.
+    """
+
+    on_packet: Callable[[Publish], None]
+
+    def _handle_publish(self) -> MQTTErrorCode:
+        head, body = self._in_packet["command"], bytes(self._in_packet["packet"])
+        if head & 4:  # no subscription asks for QoS 2
+            return MQTTErrorCode.MQTT_ERR_PROTOCOL
+        self.on_packet(packet_of(head, body, v5=self._protocol == paho.MQTTv5))
+        return MQTTErrorCode.MQTT_ERR_SUCCESS
+
+
+def make_client(settings: BrokerSettings, client_id: str, named: Named) -> Client:
     """Make a client that has not connected yet. Raises ConfigError for a file that cannot be used."""
     v5 = settings.protocol == "5"
-    client = paho.Client(
+    client = Client(
         CallbackAPIVersion.VERSION2,
         client_id,
         clean_session=None if v5 else False,
@@ -77,32 +94,30 @@ def begin(client: paho.Client, settings: BrokerSettings) -> None:
     client.loop_start()
 
 
-def packet_of(message: paho.MQTTMessage) -> Publish:
-    """Convert a message that paho has received. Its topic is that of the broker."""
-    head = PUBLISH | (8 if message.dup else 0) | message.qos << 1 | bool(message.retain)
-    packet_id = message.mid.to_bytes(2, "big") if message.qos else b""
-    return Publish(head, message.topic.encode(), packet_id, bytes(message.payload), _properties(message))
+def packet_of(head: int, body: bytes, *, v5: bool) -> Publish:
+    """Convert a PUBLISH of QoS 0 or 1. Its topic is that of the broker.
+
+    It has no topic, and its payload says why, if its topic or its properties are malformed.
+    """
+    end = 2 + int.from_bytes(body[:2], "big")
+    start = end + (2 if head & 6 else 0)
+    topic, packet_id = body[2:end], body[end:start]
+    properties: p.Properties = {}
+    try:
+        topic.decode()
+        if v5:
+            found, start = p.read_properties(body, start, len(body), PUBLISH)
+            properties = {kind: value for kind, value in found.items() if kind in _KEPT}
+    except (UnicodeDecodeError, p.PropertyError) as error:
+        return Publish(head, b"", packet_id, str(error).encode())
+    return Publish(head, topic, packet_id, body[start:], properties or None)
 
 
-def _properties(message: paho.MQTTMessage) -> p.Properties | None:
-    """Convert the MQTT 5 properties of a message."""
-    given = getattr(message, "properties", None)
-    if given is None:
-        return None
-    found: p.Properties = {}
-    for kind, name in _NAMES:
-        value = getattr(given, name, None)
-        if value is not None:
-            found[kind] = value.encode() if isinstance(value, str) else value
-    if users := getattr(given, "UserProperty", None):
-        found[p.USER_PROPERTY] = [(name.encode(), value.encode()) for name, value in users]
-    return found or None
-
-
-_NAMES: Iterable[tuple[int, str]] = (
-    (p.PAYLOAD_FORMAT, "PayloadFormatIndicator"),
-    (p.MESSAGE_EXPIRY, "MessageExpiryInterval"),
-    (p.CONTENT_TYPE, "ContentType"),
-    (p.RESPONSE_TOPIC, "ResponseTopic"),
-    (p.CORRELATION_DATA, "CorrelationData"),
-)
+_KEPT = {
+    p.PAYLOAD_FORMAT,
+    p.MESSAGE_EXPIRY,
+    p.CONTENT_TYPE,
+    p.RESPONSE_TOPIC,
+    p.CORRELATION_DATA,
+    p.USER_PROPERTY,
+}

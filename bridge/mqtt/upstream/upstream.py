@@ -35,11 +35,9 @@ import threading
 from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
-import paho.mqtt.client as paho
-
 from bridge.errors import RetainedFull, StreamBridgeError, StreamError, Unauthorized
 from bridge.mqtt.broker.inbox import reason_of
-from bridge.mqtt.upstream.client import begin, make_client, packet_of
+from bridge.mqtt.upstream.client import Client, begin, make_client
 from bridge.mqtt.upstream.link import Link
 from bridge.mqtt.upstream.subscribing import Subscriptions
 from bridge.mqtt.wire import properties as p
@@ -198,12 +196,12 @@ class Upstream:
         """End a subscription that an earlier run left in our session."""
         self._subscriptions.leave(topic_filter)
 
-    def _set_callbacks(self, client: paho.Client) -> None:
+    def _set_callbacks(self, client: Client) -> None:
         client.on_connect = self._on_connect
         client.on_connect_fail = self._on_connect_fail
         client.on_disconnect = self._on_disconnect
         client.on_subscribe = self._on_subscribe
-        client.on_message = self._on_message
+        client.on_packet = self._on_packet
 
     # -- in paho's thread ------------------------------------------------------------
 
@@ -227,8 +225,7 @@ class Upstream:
             failed = str(reason) if reason.is_failure else None
             self._loop.call_soon_threadsafe(self._subscriptions.answered, packet_id, failed)
 
-    def _on_message(self, _client: Any, _data: Any, message: paho.MQTTMessage) -> None:
-        packet = packet_of(message)
+    def _on_packet(self, packet: Publish) -> None:
         with self._room:
             while self._inbox_bytes > INBOX_BYTES and not self._stopping:
                 self._room.wait()
@@ -310,6 +307,8 @@ class Upstream:
         """Give one message to the intake. Returns False if it must be retried."""
         if self._mark is not None and self._mark in (packet.properties or {}).get(p.USER_PROPERTY, ()):
             self.counts["looped"] += 1
+        elif not packet.topic:
+            self.dropped("malformed", packet.payload.decode())
         else:
             try:
                 touched.update(dict.fromkeys(self._intake.take(packet)))
