@@ -107,6 +107,8 @@ def update(
     table, target = _table(settings or []), target_of(config, data_dir)
     if not table and not reset:
         raise typer.BadParameter("give at least one setting, as KEY=VALUE or with --reset KEY")
+    if both := [key for key in reset or [] if key in table]:
+        raise typer.BadParameter(f"{both[0]} is both set and reset; choose one")
     declared = _declared(config, data_dir, name)
     old, version = _definition(target, name)
     whole = {setting.partition("=")[0] for setting in settings or []}

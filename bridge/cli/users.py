@@ -50,6 +50,7 @@ FileOption = Annotated[
         readable=False,  # its error names the user and the remedy
     ),
 ]
+LONGEST = 65_535  # bytes of a name or password in CONNECT (MQTT section 1.5)
 RELOAD = "a running service whose configuration names this file applies it within seconds"
 
 
@@ -132,15 +133,23 @@ def _hashed(user: str) -> str:
         raise typer.BadParameter(
             f"{user!r} is not a valid user name: it must be printable, without `:`, and not begin with `#`"
         )
+    if user == "*":
+        raise typer.BadParameter("* means all users in rules; choose another name")
+    if len(user.encode()) > LONGEST:
+        raise typer.BadParameter(f"the name has more than {LONGEST} bytes, which MQTT cannot send")
     if sys.stdin.isatty():
-        password = getpass(f"Password of {user}: ")
-        if getpass("Repeat the password: ") != password:
+        password = getpass(f"Password of {user}: ").encode()
+        if getpass("Repeat the password: ").encode() != password:
             raise StreamBridgeError("the two passwords differ; nothing was changed")
     else:
-        password = sys.stdin.readline().rstrip("\r\n")
+        password = sys.stdin.buffer.readline().rstrip(b"\r\n")
     if not password:
         raise StreamBridgeError("the password is empty; nothing was changed")
-    return hash_password(password.encode())
+    if len(password) > LONGEST:
+        raise StreamBridgeError(
+            f"the password has more than {LONGEST} bytes, which MQTT cannot send; nothing was changed"
+        )
+    return hash_password(password)
 
 
 def _path(config: Path, file: Path | None) -> Path:

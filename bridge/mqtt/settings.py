@@ -104,8 +104,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     guest_bytes           memory for all clients that have not logged in: 4 KiB each, 32 KiB in a TLS
                           handshake, and what they have sent; above it, those that hold most are closed
     handshakes_per_second  has no effect any more: TLS handshakes have a thread of their own
-    max_keep_alive        seconds; MQTT 5 clients get it in CONNACK; any silent client is closed after 1.5
-                          times it
+    max_keep_alive        seconds; MQTT 5 clients get it in CONNACK; a silent client is closed after 1.5
+                          times it. A client of 3.1.1 that asks for no keep-alive may be silent
     in_flight             messages sent to one subscriber and not yet acknowledged by it
     queued_messages       messages waiting for one subscriber beyond those, and their bytes
                           (queued_bytes); then the oldest is dropped and counted

@@ -101,6 +101,16 @@ def test_a_stream_lives_its_whole_life_by_command(on: Command) -> None:
     assert on("streams", "list").split()[6] == "declared"
 
 
+def test_what_is_both_set_and_reset_is_refused(on: Command) -> None:
+    on("streams", "create", "pumps", "topics=['a/#']")
+    for both in ("topics=['b/#']", "topics"), ("limits.max_messages=4", "limits"):
+        setting, key = both
+        assert f"{key} is both set and reset" in on(
+            "streams", "update", "pumps", setting, "--reset", key, code=2
+        )
+    assert described(on, "pumps")["definition"]["topics"] == ["a/#"]
+
+
 def test_a_key_with_a_dot_changes_one_entry_of_the_limits_or_tags(on: Command) -> None:
     limits = 'limits={max_messages = 4, max_age = "7d", discard = "new"}'
     on("streams", "create", "pumps", limits, 'tags={site = "north", line = "3"}')

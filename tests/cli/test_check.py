@@ -828,6 +828,25 @@ def server(directory: Path, answer: bytes, *, secure: bool) -> Iterator[int]:
             thread.join()
 
 
+@pytest.mark.parametrize("url", ["http://", "https://h:99999", "http://[::1", "https:///in"])
+def test_a_url_that_no_server_can_have_is_named_with_its_line(path: Path, url: str) -> None:
+    text = f'''{QUIET}
+[aws]
+region = "eu-west-1"
+endpoint_url = "{url}"
+[[streams.a.export.kinesis]]
+identifier = "x"
+kinesis_stream_name = "k"
+endpoint_url = "{url}"
+'''
+    found = check(path, text)
+    wrong = [line for line in found if "no server has such a URL; it is like https://host:8443" in line]
+    assert [line.split(": ")[1:3] for line in wrong] == [
+        ["x.toml:14", "aws.endpoint_url"],
+        ["x.toml:18", "streams.a.export.kinesis[0].endpoint_url"],
+    ]
+
+
 @pytest.mark.parametrize("secure", [True, False], ids=["plain on TLS", "TLS on plain"])
 def test_destinations_at_the_wrong_port_are_named(path: Path, secure: bool) -> None:
     quiet = QUIET.replace("[mqtt]", '[mqtt]\nmode = "external"').replace('listen = ["tcp://127.0.0.1:0"]', "")

@@ -62,6 +62,9 @@ def test_what_would_leave_a_wrong_file_is_refused_and_changes_nothing(config: Pa
     before = path.read_bytes()
     assert "already" in users(config, "add", "ann", given="b\n", code=1)
     assert "empty" in users(config, "add", "bob", given="\n", code=1)
+    assert "MQTT cannot send" in users(config, "add", "bob", given="x" * 65_536 + "\n", code=1)
+    assert "MQTT cannot send" in users(config, "add", "b" * 65_536, given="b\n", code=2)
+    assert "all users" in users(config, "add", "*", given="b\n", code=2)
     for wrong in ("a:b", "", "# x", "tab\t"):
         assert "not a valid user name" in users(config, "add", wrong, given="b\n", code=2)
     assert "there is no user bob; the users are: ann" in users(config, "passwd", "bob", given="b\n", code=1)
@@ -72,6 +75,14 @@ def test_what_would_leave_a_wrong_file_is_refused_and_changes_nothing(config: Pa
     path.write_text("not a line\n")
     assert "line 1" in users(config, "add", "bob", given="b\n", code=78)
     assert path.read_text() == "not a line\n"
+
+
+def test_a_password_on_standard_input_may_have_any_bytes(config: Path) -> None:
+    """MQTT's passwords are binary."""
+    command = [*COMMAND, "users", "add", "ann", "-c", str(config)]
+    done = subprocess.run(command, input=b"\xff\x00 \n", env=environment(), capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert read_users(config.with_name("users"))["ann"].verify(b"\xff\x00 ")
 
 
 def test_on_a_terminal_the_password_is_typed_twice(config: Path) -> None:

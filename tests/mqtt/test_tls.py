@@ -178,7 +178,7 @@ def test_a_stop_waits_for_nobodys_handshake(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("no certificate", "it sent no certificate; mqtt.tls.client_ca asks for one"),
+        ("no certificate", "it sent no certificate; client_ca of the listener or of [mqtt.tls] asks for one"),
         ("wrong certificate", "its certificate is not accepted"),
         ("distrustful", "it does not accept our certificate"),
         ("http", "it speaks HTTP without TLS"),

@@ -133,14 +133,16 @@ def unencrypted(context: CheckContext) -> Iterator[Finding]:
 
 
 def destinations(context: CheckContext) -> Iterator[Finding]:
-    """Report destinations whose port speaks TLS although the URL does not say so, or the other way round."""
+    """Report URLs that no server can have, and ports whose use of TLS is not that of the URL."""
     seen: dict[tuple[str, int, bool], str] = {}
     for keys, url in _urls(context):
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port or _PORTS[parts.scheme]
-        except (ValueError, KeyError):  # reported when the configuration is read
-            continue
+        except (ValueError, KeyError):
+            host, port = None, 0
+        if not host and keys[-1] == "endpoint_url":  # others are reported when the configuration is read
+            yield context.error(keys, "no server has such a URL; it is like https://host:8443")
         if host:
             secure = parts.scheme in ("mqtts", "https")
             if (host, port, secure) not in seen:

@@ -177,7 +177,8 @@ def _authenticated(conn: Connection, connect: Connect, user: str | None, proof: 
     """The client is authenticated (user None: anonymous): check what it asks for, then open its session."""
     listener = conn.endpoint.listener
     if connect.client_id and not listener.access.may_use_id(user, connect.client_id):
-        why = f"client id {connect.client_id[:80]!r} is not one of user {user!r}"
+        whose = "belongs to a user, who must log in" if user is None else f"is not one of user {user!r}"
+        why = f"client id {connect.client_id[:80]!r} {whose}"
         conn.refuse(BAD_CLIENT_ID, f"{why}; see mqtt.client_ids and [[mqtt.user]]")
         return
     client_id = connect.client_id or f"auto-{secrets.token_hex(10)}"

@@ -56,11 +56,11 @@ def _reason(error: ssl.SSLError) -> str:
     reason = (error.reason or str(error)).lower().replace("_", " ")
     match error.reason or "":
         case "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-            return "it sent no certificate; mqtt.tls.client_ca asks for one"
+            return "it sent no certificate; client_ca of the listener or of [mqtt.tls] asks for one"
         case "CERTIFICATE_VERIFY_FAILED":
             why = getattr(error, "verify_message", reason)
             option = "crl_file" if "CRL" in why or "revoked" in why else "client_ca"
-            return f"its certificate is not accepted ({why}); see mqtt.tls.{option}"
+            return f"its certificate is not accepted ({why}); see {option} of the listener or of [mqtt.tls]"
         case "HTTP_REQUEST":
             return "it speaks HTTP without TLS"
         case alert if "ALERT" in alert and ("CERTIFICATE" in alert or "UNKNOWN_CA" in alert):
