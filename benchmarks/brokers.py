@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.testbed.certificates import Pair
 from benchmarks.testbed.local import find, free_port
 from benchmarks.testbed.nats import PROGRAM
 
@@ -38,12 +39,16 @@ class Server(NamedTuple):
     keeper: bool = False  # stores a message only if there is a session that waits for it
 
 
-def mosquitto(directory: Path, port: int, *, program: str = "mosquitto") -> list[str]:
-    """Mosquitto without persistence."""
+def mosquitto(
+    directory: Path, port: int, *, program: str = "mosquitto", tls: tuple[int, Pair] | None = None
+) -> list[str]:
+    """Mosquitto without persistence; `tls` is the port of a second listener, and its certificate."""
     config = directory / "mosquitto.conf"
-    config.write_text(
-        f"listener {port} 127.0.0.1\nallow_anonymous true\npersistence false\nmax_inflight_messages 0\n"
-    )
+    text = f"listener {port} 127.0.0.1\nallow_anonymous true\npersistence false\nmax_inflight_messages 0\n"
+    if tls is not None:
+        secure, pair = tls
+        text += f"listener {secure} 127.0.0.1\ncertfile {pair.cert}\nkeyfile {pair.key}\nuser root\n"
+    config.write_text(text)
     return [find(program) or program, "-c", str(config)]
 
 
@@ -93,17 +98,34 @@ def amqtt(directory: Path, port: int) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def ours(directory: Path, port: int, *, sync: bool = False, streams: int = 1) -> list[str]:
-    """The service; with several streams, each has the messages of some of the clients."""
+def ours(
+    directory: Path,
+    port: int,
+    *,
+    sync: bool = False,
+    streams: int = 1,
+    topic: str = "bench/#",
+    tls: tuple[int, Pair] | None = None,
+) -> list[str]:
+    """The service; with several streams, each has the messages of some of the clients.
+
+    `tls` is the port of a second listener, and its certificate.
+    """
     config = directory / "streambridge.toml"
+    listen = [f"tcp://127.0.0.1:{port}"]
+    certificate = ""
+    if tls is not None:
+        secure, pair = tls
+        listen.append(f"tls://127.0.0.1:{secure}")
+        certificate = f'[mqtt.tls]\ncert = "{pair.cert}"\nkey = "{pair.key}"\n'
     text = (
-        f'[gateway]\nid = "bench"\ndata_dir = "data"\n[mqtt]\nlisten = ["tcp://127.0.0.1:{port}"]\n'
+        f'[gateway]\nid = "bench"\ndata_dir = "data"\n[mqtt]\nlisten = {listen}\n{certificate}'
         '[greengrass]\nlisten = ""\n[http]\nlisten = ""\n'
     )
     for number in range(streams):
-        topic = f"bench/{number}/#" if streams > 1 else "bench/#"
+        part = f"bench/{number}/#" if streams > 1 else topic
         text += (
-            f'[streams.bench{number}]\ntopics = ["{topic}"]\nflush_on_write = {str(sync).lower()}\n'
+            f'[streams.bench{number}]\ntopics = ["{part}"]\nflush_on_write = {str(sync).lower()}\n'
             'max_size = "512MiB"\nstrategy_on_full = "OverwriteOldestData"\n'
         )
     config.write_text(text)

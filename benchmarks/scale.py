@@ -30,6 +30,8 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,24 @@ async def load(port: int, number: int, rate: float, ca: str) -> None:
         print(json.dumps({"seconds": round(time.perf_counter() - began, 3), **answer}), flush=True)
 
 
+@contextmanager
+def loading(port: int, number: int, rate: float, ca: str = "") -> Iterator[Callable[[str], dict[str, Any]]]:
+    """Start a load process. The function that is yielded gives it a command, and returns its answer."""
+    command = [sys.executable, "-m", "benchmarks.scale", "--load", str(port), str(number), str(rate), ca]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as devices:
+
+        def tell(what: str) -> dict[str, Any]:
+            assert devices.stdin is not None
+            assert devices.stdout is not None
+            print(what, file=devices.stdin, flush=True)
+            return dict(json.loads(devices.stdout.readline()))
+
+        try:
+            yield tell
+        finally:
+            devices.kill()
+
+
 class Gateway:
     """The service, measured from outside."""
 
@@ -186,17 +206,8 @@ def measure(number: int, rate: float, tls: bool) -> dict[str, Any]:
         gateway = Gateway(Path(root), tls)
         gateway.start()
         gateway.wait()
-        command = [sys.executable, "-m", "benchmarks.scale", "--load", str(gateway.port), str(number)]
-        command += [str(rate), gateway.ca]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as devices:
-
-            def tell(what: str) -> dict[str, Any]:
-                assert devices.stdin is not None
-                assert devices.stdout is not None
-                print(what, file=devices.stdin, flush=True)
-                return dict(json.loads(devices.stdout.readline()))
-
-            try:
+        try:
+            with loading(gateway.port, number, rate, gateway.ca) as tell:
                 memory, cpu = gateway.memory(), gateway.cpu()
                 found = tell("connect")
                 result = {
@@ -221,9 +232,8 @@ def measure(number: int, rate: float, tls: bool) -> dict[str, Any]:
                 gateway.kill()
                 gateway.start()
                 result["return_seconds"] = tell("connect")["seconds"]
-            finally:
-                devices.kill()
-                gateway.kill()
+        finally:
+            gateway.kill()
     return result
 
 

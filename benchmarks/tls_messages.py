@@ -19,99 +19,43 @@ import argparse
 import contextlib
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks import brokers
 from benchmarks.brokers import NEWER, Server
 from benchmarks.ingest import cpu_of
-from benchmarks.testbed.certificates import Authority, Pair
-from benchmarks.testbed.local import find, free_port
-
-OURS = """\
-[gateway]
-id = "tls"
-data_dir = "data"
-[mqtt]
-listen = ["tcp://127.0.0.1:{tcp}", "tls://127.0.0.1:{tls}"]
-[mqtt.tls]
-cert = "{pair.cert}"
-key = "{pair.key}"
-[greengrass]
-listen = ""
-[http]
-listen = ""
-[export]
-plugin_dirs = []
-[streams.s]
-topics = ["in/#"]
-max_size = "1GiB"
-strategy_on_full = "OverwriteOldestData"
-"""
-MOSQUITTO = """\
-user root
-allow_anonymous true
-listener {tcp} 127.0.0.1
-listener {tls} 127.0.0.1
-certfile {pair.cert}
-keyfile {pair.key}
-"""
-
-
-def ours(directory: Path, port: int, *, tls: int, pair: Pair) -> list[str]:
-    config = directory / "streambridge.toml"
-    config.write_text(OURS.format(tcp=port, tls=tls, pair=pair))
-    return [sys.executable, "-m", "bridge", "run", "-c", str(config)]
-
-
-def mosquitto(directory: Path, port: int, *, tls: int, pair: Pair, program: str = "mosquitto") -> list[str]:
-    config = directory / "mosquitto.conf"
-    config.write_text(MOSQUITTO.format(tcp=port, tls=tls, pair=pair))
-    return [find(program) or program, "-c", str(config)]
+from benchmarks.scale import loading
+from benchmarks.testbed.certificates import Authority
+from benchmarks.testbed.local import free_port
 
 
 def spent(pid: int, port: int, devices: int, rate: float, ca: str) -> float:
     """The CPU time of a server for a message of these devices, µs."""
-    command = [sys.executable, "-m", "benchmarks.scale", "--load", str(port), str(devices), str(rate), ca]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as load:
-        assert load.stdin is not None
-        assert load.stdout is not None
-
-        def tell(what: str) -> dict[str, Any]:
-            print(what, file=load.stdin, flush=True)
-            return dict(json.loads(load.stdout.readline()))
-
-        try:
-            tell("connect")
-            before = cpu_of(pid)
-            messages = tell("publish")["messages"]
-            return (cpu_of(pid) - before) / messages * 1e6
-        finally:
-            load.kill()
+    with loading(port, devices, rate, ca) as tell:
+        tell("connect")
+        before = cpu_of(pid)
+        messages = tell("publish")["messages"]
+        return (cpu_of(pid) - before) / messages * 1e6
 
 
 def measure(given: argparse.Namespace, root: Path) -> dict[str, list[tuple[float, float]]]:
     """All rounds: server name -> CPU µs per message, over TCP and over TLS."""
     authority = Authority(root)
     pair = authority.issue("gateway")
-    programs = {
-        "streambridge": ours,
-        "mosquitto": mosquitto,
-        "mosquitto 2.1": partial(mosquitto, program=NEWER),
-    }
-    needs = {"mosquitto": "mosquitto", "mosquitto 2.1": NEWER}
     found: dict[str, list[tuple[float, float]]] = {}
     with contextlib.ExitStack() as stack:
         running = {}
-        for name, command in programs.items():
-            tls = free_port()
-            server = Server(name, partial(command, tls=tls, pair=pair), needs.get(name, ""))
+        for name, command, program in (
+            ("streambridge", partial(brokers.ours, topic="in/#"), ""),
+            ("mosquitto", brokers.mosquitto, "mosquitto"),
+            ("mosquitto 2.1", partial(brokers.mosquitto, program=NEWER), NEWER),
+        ):
+            port = free_port()
+            server = Server(name, partial(command, tls=(port, pair)), program)
             if brokers.installed(server):
-                running[name] = (*stack.enter_context(brokers.serving(server, root)), tls)
+                running[name] = (*stack.enter_context(brokers.serving(server, root)), port)
         for _ in range(given.rounds):
             for name, (pid, tcp, tls) in running.items():
                 plain = spent(pid, tcp, given.devices, given.rate, "")
