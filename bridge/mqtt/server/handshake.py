@@ -16,6 +16,7 @@ from bridge.audit import Origin, record
 from bridge.auth.supervisor import Refusal
 from bridge.mqtt.broker import receipts
 from bridge.mqtt.broker.broker import Opening, Refused
+from bridge.mqtt.broker.outbox import NO_LIMIT
 from bridge.mqtt.broker.publishing import RECEIVE_MAXIMUM
 from bridge.mqtt.broker.sessions import NEVER
 from bridge.mqtt.wire import answers
@@ -210,11 +211,12 @@ def _open(conn: Connection, connect: Connect, identity: Identity, proof: bytes) 
     else:
         expiry = 0 if connect.clean else NEVER
     conn.keep_alive = 1.5 * seconds
-    size = len(_connack(conn, connect, client_id, expiry, present=False))
-    if size > conn.max_packet_out:  # before it takes over or ends a session, and has a will
-        limit = f"its Maximum Packet Size of {conn.max_packet_out}"
-        conn.refuse(PACKET_TOO_LARGE, f"CONNACK has {size} bytes, above {limit}")
-        return
+    if conn.max_packet_out < NO_LIMIT:  # checked before it takes over or ends a session, and has a will
+        size = len(_connack(conn, connect, client_id, expiry, present=False))
+        if size > conn.max_packet_out:
+            limit = f"its Maximum Packet Size of {conn.max_packet_out}"
+            conn.refuse(PACKET_TOO_LARGE, f"CONNACK has {size} bytes, above {limit}")
+            return
 
     def opened(present: bool | Refused) -> None:
         if isinstance(present, Refused):
