@@ -18,6 +18,11 @@ MOST = 64 * 1024 * 1024  # bytes
 PIECE = 1024 * 1024  # bytes of a read
 
 
+def is_directory(path: Path | str) -> bool:
+    """Return whether a path names a directory. Never raises, unlike `Path.is_dir` where one may not look."""
+    return os.path.isdir(path)  # noqa: PTH112
+
+
 def read_regular(path: Path) -> tuple[bytes, int]:
     """Return the content and the mode of a regular file of at most `MOST` bytes. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)

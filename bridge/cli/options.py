@@ -16,7 +16,7 @@ from bridge.config.settings import DEFAULT_CONFIG, Config, understand
 from bridge.config.tomlfile import Keys
 from bridge.errors import ConfigError, StreamBridgeError
 from bridge.model import MessageStreamDefinition, identifiers
-from bridge.readable import user_name
+from bridge.readable import is_directory, user_name
 from bridge.streams import formats
 from bridge.streams.layout import STREAMS
 from bridge.streams.reader import StreamMeta, list_streams
@@ -132,7 +132,7 @@ def data_directory(config: Path, data_dir: Path | None, option: str = "--data-di
 def find_credentials() -> None:
     """Find the credentials of the running service, or their source, when this is not the service."""
     if "CREDENTIALS_DIRECTORY" not in os.environ:
-        source = next((path for path in _CREDENTIALS if os.path.isdir(path)), _CREDENTIALS[-1])  # noqa: PTH112 - never raises
+        source = next((path for path in _CREDENTIALS if is_directory(path)), _CREDENTIALS[-1])
         os.environ["CREDENTIALS_DIRECTORY"] = source
 
 

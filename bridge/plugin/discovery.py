@@ -35,6 +35,7 @@ from bridge.plugin.auth import AuthOptions
 from bridge.plugin.consumer import ClientExporter
 from bridge.plugin.hooks import GROUP
 from bridge.plugin.mistakes import failure, hook_mistake
+from bridge.readable import is_directory
 
 ExportDefinition = dict[str, list[dict[str, Any]]]
 
@@ -218,7 +219,7 @@ def _candidates(directories: Iterable[str | Path]) -> Iterator[tuple[Found, Call
         release = entry.dist.version if entry.dist else ""
         yield Found(name=entry.name, origin=f"package {origin}", version=release), entry.load
     for directory in map(Path, directories):
-        if os.path.isdir(directory):  # noqa: PTH112 - never raises
+        if is_directory(directory):
             for path in sorted(directory.iterdir()):
                 target = path / "__init__.py" if path.is_dir() else path
                 if target.suffix == ".py" and target.is_file() and not path.name.startswith((".", "_")):

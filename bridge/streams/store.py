@@ -42,7 +42,7 @@ from bridge.errors import (
     StreamError,
 )
 from bridge.objectkeys import MAX_SEQUENCE
-from bridge.readable import user_name
+from bridge.readable import is_directory, user_name
 from bridge.runtime import LoopRuntime, Runtime, tick
 from bridge.streams import drops, formats, layout, meta, recovery
 from bridge.streams.committer import Committer
@@ -522,7 +522,7 @@ async def open_stopped(
     link = data_dir / MEMORY
     with tempfile.TemporaryDirectory(prefix="streambridge-") as temporary:
         there = link.readlink() if link.is_symlink() else link
-        exists = os.path.isdir(link)  # noqa: PTH112 - Path.is_dir raises where it may not look
+        exists = is_directory(link)
         memory = there if exists and not is_held(there) else Path(temporary)
         store = StreamStore(data_dir, memory, on_event=on_event, floor=floor, link=False, keys=keys)
         try:

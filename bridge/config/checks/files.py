@@ -29,7 +29,7 @@ from bridge.errors import ConfigError, EncryptionKeyError
 from bridge.firehose.settings import FirehoseTls
 from bridge.mqtt.settings import TlsSettings
 from bridge.net.crl import read_crls
-from bridge.readable import read_regular
+from bridge.readable import is_directory, read_regular
 from bridge.streams.layout import FULL, STREAMS
 from bridge.streams.reader import stream_directories
 from bridge.streams.store import is_held, running
@@ -147,7 +147,7 @@ def audit_log(context: CheckContext) -> Iterator[Finding]:
 def _wrong_log(path: Path) -> str:
     """Return why a file cannot be the audit log, or an empty text."""
     directory = path.absolute().parent
-    if not os.path.isdir(directory):  # noqa: PTH112 - never raises
+    if not is_directory(directory):
         return f"{directory} is not a directory; create it for the service's user, or choose another path"
     if not os.access(directory, os.W_OK | os.X_OK):
         return (

@@ -23,6 +23,7 @@ from bridge.export.cursor import stopped_with
 from bridge.model import MessageStreamDefinition, Persistence, StrategyOnFull
 from bridge.operations.validate import circles, mistakes
 from bridge.plugin.api import ExportConfig, appends_to
+from bridge.readable import is_directory
 from bridge.streams.reader import StreamMeta, StreamReader, list_damaged, list_streams
 from bridge.topics import overlap
 from bridge.units import format_size
@@ -80,7 +81,7 @@ def loaded_plugins(context: CheckContext) -> Iterator[Finding]:
     section = context.document.data.get("export")
     if isinstance(section, dict) and "plugin_dirs" in section:  # the default need not exist
         for directory in context.config.export.plugin_dirs:
-            if not os.path.isdir(directory):  # noqa: PTH112 - never raises
+            if not is_directory(directory):
                 yield context.error(
                     ("export", "plugin_dirs"),
                     f"there is no directory {directory}; create it, or correct the name",
