@@ -122,7 +122,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     subscriptions         topic filters of one client; together they may have 256 times as many characters
     retained_messages     retained messages in all, and their bytes (retained_bytes). One too many takes
                           the place of the one that was set first by the user who has most; from that user
-                          itself, it is refused before it is stored anywhere
+                          itself, it is stored and delivered, but not retained
     """
 
     connections: Count = 10_000

@@ -131,22 +131,45 @@ async def test_subscriptions_and_retained_messages_are_bounded(bridge: Bridge) -
     client = await bridge.open()
     await client.connect("new", level=V5, properties=PLAIN)
     for number in range(15):
-        sent = publish(f"in/{number}", b"x", 1 + number % 2, number + 1, retain=True, level=V5)
+        sent = publish(f"on/{number}", b"x", 1 + number % 2, number + 1, retain=True, level=V5)
         assert (await client.exchange(sent)).body[2:] == (b"" if number < 10 else b"\x97"), number
-    old = await bridge.connect("old")
-    old.send(publish("in/old", b"x", 1, 1, retain=True))
-    assert await old.closed(), "as for every other refusal in 3.1.1"
-    client.send(publish("in/qos0", b"x", retain=True, level=V5))
-    assert await client.exchange(publish("in/0", b"newer", 1, 20, retain=True, level=V5)) == Packet(
-        0x40, b"\0\x14"
-    )
-    assert len(await bridge.stored()) == 11, "what is refused is not in the stream either"
-    assert (bridge.stat("retained"), bridge.stat("dropped_retained")) == (10, 1)
-    assert bridge.stat("rejected_retained") == 6
-    will = await bridge.connect("w", will=("in/will", b"x", 1), will_retain=True)
-    will.abort()
-    await until(lambda: bridge.stat("dropped_wills") == 1)
-    assert len(await bridge.stored()) == 11
+    assert (bridge.stat("retained"), bridge.stat("rejected_retained")) == (10, 5)
+
+
+def test_a_limit_of_retained_messages_stops_no_message(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    @bridge_test(retained_messages=2)
+    async def run(bridge: Bridge) -> None:
+        watcher = await bridge.connect("watcher")
+        await watcher.subscribe(("#", 0))
+        old = await bridge.connect("old")
+        for number in range(10):
+            sent = publish(f"{'in' if number % 2 else 'on'}/{number}", b"%d" % number, 1, 1, retain=True)
+            assert (await old.exchange(sent)).head == 0x40
+        new = await bridge.connect("new", level=V5, properties=PLAIN)
+        new.send(
+            publish("in/qos0", b"10", retain=True, level=V5), publish("on/qos0", b"11", retain=True, level=V5)
+        )
+        assert (await new.exchange(publish("in/1", b"12", 2, 20, retain=True, level=V5))).body == b"\0\x14"
+        assert (await new.exchange(publish("in/new", b"13", 1, 21, retain=True, level=V5))).body == b"\0\x15"
+        will = await bridge.connect("w", will=("in/will", b"14", 1), will_retain=True)
+        will.abort()
+        assert [(await watcher.message()).payload for _ in range(15)] == [b"%d" % n for n in range(15)]
+        assert await bridge.payloads() == [b"1", b"3", b"5", b"7", b"9", b"10", b"12", b"13", b"14"]
+        assert (bridge.stat("retained"), bridge.stat("not_retained")) == (2, 12)
+        assert (
+            bridge.stat("dropped_wills") + bridge.stat("dropped_retained") + bridge.stat("rejected_retained")
+            == 0
+        )
+        assert caplog.text.count("not retained: no room") == 1
+        assert "retained_messages = 2 are in use" in caplog.text
+        watcher = await bridge.connect("watcher")
+        await watcher.subscribe(("#", 0))
+        assert [(await watcher.message()).topic for _ in range(2)] == ["in/1", "on/0"]
+        assert await watcher.silent()
+
+    run(tmp_path)
 
 
 @bridge_test(retained_bytes=10_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -176,14 +177,51 @@ def test_no_more_is_retained_than_the_limit_whatever_else_becomes_of_it(tmp_path
     stream = world.streams.definitions["s"]
     stream.by_itself = True
     wire = client(world, "c", level=V5, properties=PLAIN)
+    world.streams.definitions["other"].by_itself = True
+    plain = topic.startswith("plain")
     for number in range(6):
         wire.send(publish(topic.format(number), b"x", 1, 9, retain=True, level=V5))
-        assert wire.got() == (ack(0x40, 9) if number < 3 else b"\x40\3\0\x09\x97")
-    assert len(stream.payloads) == (0 if topic.startswith("plain") else 3), "refused before it is stored"
+        refused = number >= 3 and plain
+        assert wire.got() == (b"\x40\3\0\x09\x97" if refused else ack(0x40, 9))
+        assert len(world.broker.router.retained) == min(number + 1, 3)
+    assert len(stream.payloads) == (0 if plain else 6), "a stream stores what is not retained"
     wire.send(publish(topic.format(0), b"", 1, 9, retain=True, level=V5))
     assert wire.got() == ack(0x40, 9)
     wire.send(publish(topic.format(9), b"x", 1, 9, retain=True, level=V5))
     assert wire.got() == ack(0x40, 9)
+
+
+@pytest.mark.parametrize("restart", [None, stopped, killed])
+def test_who_leaves_before_it_has_all_retained_messages_gets_the_others_when_it_is_back(
+    tmp_path: Path, restart: Restart | None
+) -> None:
+    world = World(tmp_path, in_flight=2, queued_messages=1)
+    topics = [f"r/{number}" for number in range(5)]
+    publisher = client(world, "p")
+    for topic in topics:
+        publisher.send(publish(topic, b"x", 1, 1, retain=True))
+        assert publisher.got() == ack(0x40, 1)
+    subscriber = client(world, "s", clean=False)
+    subscriber.send(subscribe(5, ("r/#", 1)))
+    sent = [publish(topic, b"x", 1, number, retain=True) for number, topic in enumerate(topics[:2], 1)]
+    assert subscriber.got() == b"\x90\3\0\5\1" + b"".join(sent)
+    subscriber.send(ack(0x40, 1))
+    assert subscriber.got() == publish(topics[2], b"x", 1, 3, retain=True)
+    subscriber.lose()
+    if restart is not None:
+        restart(world)
+    subscriber = world.connect(connect("s", clean=False))
+    again, found = subscriber.got(), []
+    while published := again.removeprefix(PRESENT):
+        found += re.findall(rb"r/\d", published)
+        ids = re.findall(rb"r/\d(..)x", published, re.DOTALL)
+        subscriber.send(b"".join(ack(0x40, int.from_bytes(number, "big")) for number in ids))
+        again = subscriber.got()
+    assert found == [b"r/1", b"r/2", b"r/3", b"r/4"], "each that it has not acknowledged, once and in order"
+    assert world.broker.counts["dropped_queue_full"] == 0
+    subscriber.lose()
+    (restart or stopped)(world)
+    assert world.connect(connect("s", clean=False)).got() == PRESENT
 
 
 @contextmanager

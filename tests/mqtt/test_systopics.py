@@ -156,7 +156,7 @@ async def test_nothing_of_them_is_stored(bridge: Bridge) -> None:
     client.disconnect()
     assert await client.closed()
     await asyncio.sleep(0)
-    await until(lambda: bridge.broker.router.live is not None)
+    await until(lambda: bridge.broker.router.feeds.live is not None)
     assert bridge.stat("retained") == 0
     await bridge.restart()
     client = await bridge.open()

@@ -317,6 +317,8 @@ class Broker:
             self.journal.opened(session)
             for subscription in () if was else session.subscriptions.values():
                 self.journal.subscribed(session, subscription)
+            for topic_filter, upto in () if was else session.unfed.items():
+                self.journal.fed(session, topic_filter, upto)
         elif was:
             self.journal.ended(session)
 

@@ -4,10 +4,10 @@ What it promises: changes that `after_commit` has confirmed survive the end of t
 power cut loses at most the last second (a thread syncs the file once a second). After a power cut, the QoS 2
 ids in use are unknown, so none counts as in use: a duplicate is better than a loss.
 
-What it keeps: persistent sessions with their subscriptions; QoS 1 and 2 messages of ordinary topics and of
-upstreams until each persistent subscriber has acknowledged them; QoS 2 packet ids in use, in both directions;
-wills of persistent sessions that may still have to be published; retained messages. Messages that devices
-publish on stream topics are only in the stream.
+What it keeps: persistent sessions with their subscriptions, and which of these still get retained messages;
+QoS 1 and 2 messages of ordinary topics and of upstreams until each persistent subscriber has acknowledged
+them; QoS 2 packet ids in use, in both directions; wills of persistent sessions that may still have to be
+published; retained messages. Messages that devices publish on stream topics are only in the stream.
 
 While any stream is encrypted, this file is too, because its messages may contain the same secrets.
 
@@ -27,6 +27,7 @@ from bridge.mqtt.broker.records import (
     Any_,
     Booted,
     Ended,
+    Fed,
     Freed,
     Held,
     Marked,
@@ -151,6 +152,10 @@ class Journal:
     def unsubscribed(self, session: Session, topic_filter: str) -> None:
         """A persistent session has lost a subscription."""
         self._add(Unsubscribed(session.client_id, topic_filter))
+
+    def fed(self, session: Session, topic_filter: str, upto: str | None) -> None:
+        """A subscription of a persistent session has the retained messages up to a topic; None: all."""
+        self._add(Fed(session.client_id, topic_filter, upto))
 
     def queued(
         self,

@@ -89,8 +89,8 @@ class Outbox:
     """The outgoing half of a session."""
 
     __slots__ = (
-        "_again", "_bytes", "_counts", "_inflight", "_limits", "_line", "_memory", "_next_id", "_notes",
-        "_queue", "_released", "held",
+        "_again", "_bytes", "_counts", "_free", "_inflight", "_limits", "_line", "_memory", "_next_id",
+        "_notes", "_queue", "_released", "held",
     )  # fmt: skip
 
     def __init__(self, limits: Limits, counts: Counter[str], notes: Notes, memory: Memory) -> None:
@@ -104,6 +104,7 @@ class Outbox:
         self._released: dict[int, bool] = {}  # QoS 2 ids after PUBREC; whether PUBREL may be sent
         self._bytes = self._next_id = 0
         self._line: Line | None = None
+        self._free: Callable[[], object] | None = None
 
     def __len__(self) -> int:
         """Return how many messages wait, or are in flight and not received."""
@@ -243,6 +244,24 @@ class Outbox:
             if self._queue[0].qos and not self._room(line):
                 return
             self._send(line, self._pop())
+        if self._free is not None and line is not None and not self._queue:
+            free, self._free = self._free, None
+            free()
+
+    def takes(self, qos: int) -> bool:
+        """Return whether it would send a message of this QoS at once."""
+        line = self._line
+        return (
+            line is not None
+            and line.writable
+            and not self._queue
+            and not self._again
+            and (not qos or self._room(line))
+        )
+
+    def when_free(self, do: Callable[[], object]) -> None:
+        """Call `do` once, when the client is there and something has left the queue or been acknowledged."""
+        self._free = do
 
     def puback(self, packet_id: int) -> None:
         """PUBACK: the subscriber has the message (an unknown id is ignored, as 4.3.2 allows).
@@ -332,6 +351,7 @@ class Outbox:
         self._again.clear()
         self._released.clear()
         self._bytes = 0
+        self._free = None
 
     def _too_large(self, line: Line, out: Outgoing) -> bool:
         """Return whether the packet of a message is larger than the client accepts."""

@@ -11,6 +11,10 @@ A refusal is permanent (`PERMANENT`) if the same message would be refused again,
 purged until then. A 3.1.1 client would resend such a message on each connection, and never get to the next
 one. With `[mqtt] refused_stream` it is stored there instead, and acknowledged as usual. It goes to none of
 its own streams and to no subscriber, and is not retained.
+
+A limit of retained messages refuses no message that has a stream: it is stored, delivered and acknowledged,
+but not retained. Without a stream that is so too, except that an MQTT 5 client is told that its message is
+refused. A 3.1.1 client could not be told, and would never get to what is behind it.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from bridge.mqtt.broker import receipts
 from bridge.mqtt.broker.inbox import reason_of
 from bridge.mqtt.broker.message import Message, expiry_of, headers_of
 from bridge.mqtt.broker.replay import Unstored, digest_of
+from bridge.mqtt.broker.reports import HOUR
 from bridge.mqtt.broker.router import NOBODY
 from bridge.mqtt.wire.packets import RECEIVE_MAXIMUM_EXCEEDED, V5, ProtocolError, Publish
 from bridge.streams import headers
@@ -96,12 +101,15 @@ class Publisher:
             raise ProtocolError(why, RECEIVE_MAXIMUM_EXCEEDED)
         places: dict[Stream, int] = {}
         known: AbstractSet[Stream] = _NONE
+        full = ""  # why it is not retained
         try:
             if route.denied:
                 why = "it belongs to the broker" if route.reserved else "see [[mqtt.acl]]"
                 raise Unauthorized(f"it may not publish on {route.name!r}; {why}")
             if packet.head & 1 and not route.request and not route.ignored:
-                self._router.retained.check(route.name, packet, session.identity.holder)
+                full = self._router.retained.refusal(route.name, packet, session.identity.holder)
+                if full and qos and batch.inbox.line.level == V5 and not route.streams:
+                    raise RetainedFull(full)
             if route.request:
                 self._requests(session, route.name, packet)
             elif route.streams:
@@ -118,6 +126,9 @@ class Publisher:
             began = self._turns.begin()
             packet_id = number if qos == 2 and session.persistent else 0
             holder = session.identity.holder if packet.head & 1 else NOBODY
+            if full:
+                self._not_retained(session.identity.label, holder, full)
+            holder = None if full else holder
             if self._router.publish(route, self._message(packet), session, packet_id, holder=holder):
                 batch.touched[self._journal] = None
             self._turns.spend(began)
@@ -155,7 +166,7 @@ class Publisher:
         try:
             who = session.identity
             self.bring(session.client_id, who.label, who.holder, will, origin=session)
-        except (StreamError, RetainedFull) as error:
+        except StreamError as error:
             self._counts["dropped_wills"] += 1
             self._reports.will_not_stored(session, error)
         else:
@@ -176,31 +187,39 @@ class Publisher:
         `client` is the publisher's client id, `label` its name in the log, and `holder` who a retained
         message counts for. `origin` is the publisher's session, for No Local. `keep_copies`: the journal
         keeps its copies for persistent sessions, also if it is in a stream. Returns what must be committed
-        before the message counts as stored. Raises StreamError or RetainedFull, and then it is nowhere.
+        before the message counts as stored. Raises StreamError, and then it is nowhere.
         """
         route = self._router.route(packet.topic)
         head = packet.head & 9  # no QoS 2 here: a packet id in it is not one of the client's
         touched: list[Committer] = list(route.streams)
+        full = self._router.retained.refusal(route.name, packet, holder) if packet.head & 1 else ""
         try:
-            if packet.head & 1:
-                self._router.retained.check(route.name, packet, holder)
             kept = _headers(client, packet._replace(head=head), route)
             if len(route.streams) > 1:
                 for stream in route.streams:
                     stream.ensure_admits(packet.topic, packet.payload, kept)
             for stream in route.streams:
                 stream.append(packet.topic, packet.payload, kept)
-        except (StreamError, RetainedFull) as error:
+        except StreamError as error:
             places = self._keep_refused(client, label, packet._replace(head=head), error)
             if places is None:
                 raise
             return list(places)
         began = self._turns.begin()
         message = self._message(packet)
-        if self._router.publish(route, message, origin, holder=holder, keep_copies=keep_copies):
+        if full:
+            self._not_retained(label, holder, full)
+        retainer = None if full else holder
+        if self._router.publish(route, message, origin, holder=retainer, keep_copies=keep_copies):
             touched.append(self._journal)
         self._turns.spend(began)
         return touched
+
+    def _not_retained(self, label: str, holder: Holder, full: str) -> None:
+        """A message is stored and delivered, but there is no room to retain it."""
+        self._counts["not_retained"] += 1
+        text = "%s: messages are processed, but not retained: %s (counted in the metrics; said once an hour)"
+        self._reports.log(f"not_retained {holder}", logging.WARNING, text, label, full, every=HOUR)
 
     def _append(
         self, session: Session, packet: Publish, route: Route

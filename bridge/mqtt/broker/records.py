@@ -172,6 +172,14 @@ class Freed(Record, frozen=True, tag=15):
     id: int
 
 
+class Fed(Record, frozen=True, tag=16):
+    """A subscription has the retained messages up to a topic, and waits for the others; None: for none."""
+
+    client: str
+    filter: str
+    upto: str | None
+
+
 Any_ = (
     Opened
     | Ended
@@ -188,6 +196,7 @@ Any_ = (
     | Willed
     | Sending
     | Freed
+    | Fed
 )
 
 

@@ -15,6 +15,7 @@ from bridge.mqtt.broker.message import Message, Subscription
 from bridge.mqtt.broker.outbox import Outgoing
 from bridge.mqtt.broker.records import (
     Ended,
+    Fed,
     Freed,
     Held,
     Marked,
@@ -57,6 +58,7 @@ class _Saved:
     def __init__(self, record: Opened) -> None:
         self.opened = record
         self.subscriptions: dict[str, Subscription] = {}
+        self.unfed: dict[str, str] = {}
         self.queue: dict[int, Outgoing] = {}
         self.sending: dict[int, int] = {}  # QoS 2 packet ids towards the subscriber, with numbers in `queue`
         self.incoming: set[int] = set()
@@ -86,6 +88,11 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
                 saved[client].subscriptions[subscription[0]] = Subscription(*subscription)
             case Unsubscribed(client, name) if client in saved:
                 saved[client].subscriptions.pop(name, None)
+                saved[client].unfed.pop(name, None)
+            case Fed(client, name, upto) if client in saved:
+                saved[client].unfed.pop(name, None)
+                if upto is not None and name in saved[client].subscriptions:
+                    saved[client].unfed[name] = upto
             case Queued(number):
                 numbers = max(numbers, number)
                 message = _message(record, broker.clock, retain=False)
@@ -146,6 +153,8 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
         session.set_will(past.will)
         for subscription in past.subscriptions.values():
             broker.router.subscribe(session, subscription)
+        session.unfed = past.unfed
+        broker.router.feeds.resume(session)
         for packet_id, number in past.sending.items():
             sending = past.queue.pop(number, None)
             if sending is None:
@@ -235,6 +244,8 @@ def snapshot(broker: Broker) -> Iterator[Record]:
             yield will_record(session)
         for subscription in session.subscriptions.values():
             yield Subscribed(session.client_id, subscription)
+        for topic_filter, upto in session.unfed.items():
+            yield Fed(session.client_id, topic_filter, upto)
         for packet_id in session.incoming - broker.unstored_ids(session):
             yield Received(session.client_id, packet_id)
         for packet_id, held in session.partial.items():

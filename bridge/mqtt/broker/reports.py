@@ -1,7 +1,7 @@
 """Counts and logs what happens to clients.
 
 Everything is counted. Events that a client could cause with each message are logged at most once per
-`LOG_INTERVAL` and kind; the counters have the rest.
+`LOG_INTERVAL` and kind, lasting states once per `HOUR`; the counters have the rest.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOG_INTERVAL = 10.0  # seconds between two lines of one kind
+HOUR = 3600.0
 NO_RULE = "no rule or role allows it; see [[mqtt.acl]]"
 DENIED = "`deny` of a rule or role forbids it"
 KINDS = 1_000  # that are remembered; beyond that, all are forgotten
@@ -32,15 +33,15 @@ class Reports:
     def __init__(self, now: Callable[[], float]) -> None:
         self.counts: Counter[str] = Counter()
         self._now = now
-        self._logged: dict[str, float] = {}
+        self._logged: dict[str, float] = {}  # until when a kind is not logged again
 
-    def log(self, kind: str, level: int, text: str, *values: object) -> None:
-        """Log a line, unless one of this kind was logged a moment ago."""
+    def log(self, kind: str, level: int, text: str, *values: object, every: float = LOG_INTERVAL) -> None:
+        """Log a line, unless one of this kind was logged less than `every` seconds ago."""
         now = self._now()
-        if now - self._logged.get(kind, -LOG_INTERVAL) >= LOG_INTERVAL:
+        if now >= self._logged.get(kind, now):
             if len(self._logged) >= KINDS:
                 self._logged.clear()
-            self._logged[kind] = now
+            self._logged[kind] = now + every
             log.log(level, text, *values)
 
     def closed(self, client: str, counter: str, why: str) -> None:

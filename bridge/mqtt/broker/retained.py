@@ -1,8 +1,8 @@
 """Retained messages: the newest message of each topic that has the retain flag (3.1.1 section 3.3.1.3).
 
 What it promises: never more than `limits.retained_messages` and `retained_bytes`; expired messages take no
-room from others. When there is no room, a message is refused if its publisher has as much as anybody. Else
-it takes the room of whoever has most: the message that this one set first is dropped, logged and counted
+room from others. When there is no room, a message is not retained if its publisher has as much as anybody.
+Else it takes the room of whoever has most: the message that this one set first is dropped, logged and counted
 (`dropped_retained_full`). So nobody takes all of the room, and it goes back and forth between no two.
 
 A filter is only compared with names that begin with its levels before the first wildcard.
@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import heapq
 import logging
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right, insort
 from typing import TYPE_CHECKING
 
-from bridge.errors import RetainedFull
 from bridge.mqtt.broker.message import Message, size_of
 from bridge.net.ranking import Ranking
 
@@ -53,7 +52,8 @@ class Retained:
         self._by_number: Ranking[Holder] = Ranking()
         self._by_bytes: Ranking[Holder] = Ranking()
         self._bytes = 0
-        self._names: list[str] | None = None  # sorted; None: must be rebuilt
+        self._names: list[str] | None = None  # sorted; None: nobody has asked for them yet
+        self._changes = 0  # of `_names`
         self._expiring: list[tuple[float, str]] = []  # a heap; a topic may have got a newer message since
 
     def __len__(self) -> int:
@@ -82,22 +82,25 @@ class Retained:
             return None
         return message
 
-    def check(self, name: str, packet: Publish, holder: Holder) -> None:
-        """Raise RetainedFull if there is no room for this as the retained message of a topic."""
+    def refusal(self, name: str, packet: Publish, holder: Holder) -> str:
+        """Return why there is no room for this as the retained message of a topic; empty if there is."""
         if not packet.payload:
-            return
+            return ""
         size = size_of(packet.topic, packet.payload, packet.properties)
         if why := self._lacks_room(name, size, holder):
             self.drop_expired()
             why = self._lacks_room(name, size, holder)
-        if why:
-            raise RetainedFull(
-                f"no room for a retained message of {size} bytes in memory on {name!r}: {why}; raise the "
-                "limit, or clear some"
-            )
+        if not why:
+            return ""
+        return (
+            f"no room for a retained message of {size} bytes in memory on {name!r}: {why}; raise the limit, "
+            "or clear some"
+        )
 
     def publish(self, name: str, message: Message, holder: Holder) -> bool:
-        """Keep the newest message of a topic, or clear it if it is empty (MQTT-3.3.1-10). `check` it first.
+        """Keep the newest message of a topic, or clear it if it is empty (MQTT-3.3.1-10).
+
+        Ask for its `refusal` first.
 
         Returns whether the journal must be committed before the message may be acknowledged.
         """
@@ -125,26 +128,42 @@ class Retained:
             if message.expires is not None:
                 heapq.heappush(self._expiring, (message.expires.at, name))
                 self._tidy()
-        if bool(message.payload) == (old is None):
-            self._names = None
+        names = self._names
+        if names is not None and bool(message.payload) == (old is None):
+            self._changes += 1
+            if message.payload:
+                insort(names, name)
+            else:
+                del names[bisect_left(names, name)]
 
     def drop_expired(self) -> None:
         """Remove expired messages."""
         while self._expiring and self._expiring[0][0] <= self._clock.now() / 1000:
             self.get(heapq.heappop(self._expiring)[1])
 
-    def candidates(self, topic_filter: str) -> list[str]:
-        """Return the topics that a filter may match, and few others."""
+    def candidates(self, topic_filter: str, after: str = "") -> Iterator[str]:
+        """Yield the topics above `after` that a filter may match, and few others, in order.
+
+        Each step is one look-up. Whoever takes them may stop at any time, and go on in another turn: with
+        the same iterator, or with a new one after the last topic. Topics come and go meanwhile.
+        """
         first = min((at for at in map(topic_filter.find, "+#") if at >= 0), default=None)
+        prefix = topic_filter if first is None else topic_filter[:first]
+        alone = prefix if first is None else prefix[:-1]  # "a/#" matches "a" as well
+        if after < alone in self._messages:
+            yield alone
         if first is None:
-            return [topic_filter] if topic_filter in self._messages else []
+            return
         if self._names is None:
             self._names = sorted(self._messages)
-        names, prefix = self._names, topic_filter[:first]
-        if not prefix:
-            return names
-        found = names[bisect_left(names, prefix) : bisect_left(names, prefix[:-1] + "0")]  # the one after "/"
-        return [prefix[:-1], *found] if prefix[:-1] in self._messages else found  # "a/#" matches "a" as well
+        names, seen = self._names, self._changes
+        at = max(bisect_right(names, after), bisect_left(names, prefix))
+        while at < len(names) and (name := names[at]).startswith(prefix):
+            yield name
+            if seen == self._changes:
+                at += 1
+            else:
+                at, seen = bisect_right(names, name), self._changes
 
     def _lacks_room(self, name: str, size: int, holder: Holder) -> str:
         """Why a message of this size is refused to a holder; empty if it may be kept."""

@@ -7,24 +7,23 @@ PUBLISH costs one dict look-up, whatever the number of streams, filters and clie
 from __future__ import annotations
 
 from collections import deque
-from itertools import chain, islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from bridge.access.rules import Holder
+from bridge.mqtt.broker.feeds import Feeds
 from bridge.mqtt.broker.memory import size_of_filter
 from bridge.mqtt.broker.message import Receiver, Subscription, receiver_of
 from bridge.mqtt.broker.outbox import Outgoing
 from bridge.mqtt.broker.retained import Retained
 from bridge.mqtt.broker.shared import Group, Share
 from bridge.mqtt.wire.packets import BAD_TOPIC_NAME, ProtocolError, text
-from bridge.topics import REQUEST_LEVEL, SHARE, FilterTree, Remembered, is_topic_name, matches, unshared
+from bridge.topics import REQUEST_LEVEL, SHARE, FilterTree, Remembered, is_topic_name, unshared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
 
     from bridge.clock import Clock
     from bridge.mqtt.broker.journal import Journal
-    from bridge.mqtt.broker.line import Line
     from bridge.mqtt.broker.message import Message
     from bridge.mqtt.broker.reports import Reports
     from bridge.mqtt.broker.sessions import Session
@@ -40,17 +39,6 @@ ROUTE = 500  # bytes of a route,
 RECEIVER = 150  # and of one of its receivers
 NOBODY = Holder()
 PRUNED = 50  # filters taken out of the tree between two looks at the clock
-LOOK_UPS = 1_000  # among the retained messages, some milliseconds in which nobody else has a turn
-
-
-class Live(Protocol):
-    """Generated messages that act as retained ones: those below `$SYS`."""
-
-    def names(self, topic_filter: str) -> list[str]:
-        """The topics that a filter may match."""
-
-    def get(self, name: str) -> Message | None:
-        """The message of a topic."""
 
 
 class Route:
@@ -104,7 +92,7 @@ class Router:
         self.epoch = 0
         self._turns, self._runtime = turns, runtime
         self.retained = Retained(journal, limits, clock, reports)
-        self.live: Live | None = None
+        self.feeds = Feeds(self.retained, journal, runtime)
         self._store, self._journal = store, journal
         self._tree: FilterTree[tuple[Session, Subscription]] = FilterTree()
         self.groups: dict[str, Group] = {}  # the shared subscriptions by their filters
@@ -175,6 +163,7 @@ class Router:
         subscription = session.subscriptions.pop(topic_filter, None)
         if subscription is None:
             return False
+        session.unfed.pop(topic_filter, None)
         session.outbox.hold(-size_of_filter(topic_filter))
         self._tree.remove(unshared(topic_filter), (session, subscription))
         self._leave_group(topic_filter)
@@ -186,7 +175,7 @@ class Router:
         self._ended.extend((session, one) for one in session.subscriptions.values())
         for topic_filter in session.subscriptions:
             self._leave_group(topic_filter)
-        session.subscriptions = {}
+        session.subscriptions, session.unfed = {}, {}
         self.forget_routes()
         self._prune()
 
@@ -235,19 +224,19 @@ class Router:
         origin: Session | None = None,
         packet_id: int = 0,
         *,
-        holder: Holder = NOBODY,
+        holder: Holder | None = NOBODY,
         keep_copies: bool = False,
     ) -> bool:
         """Give a message to all receivers, and keep it if it is retained. The caller appends it to streams.
 
-        `holder`: who a retained message counts for.
+        `holder`: who a retained message counts for; None: it is not retained, because there is no room.
 
         `packet_id`: of QoS 2, from a persistent session; the journal has it in use with the message.
         `keep_copies`: the journal keeps what persistent sessions are to be sent, also on a stream topic.
         Returns whether the journal must be committed before the message may be acknowledged.
         """
         waits = False
-        if message.retain:
+        if message.retain and holder is not None:
             waits = self.retained.publish(route.name, message, holder)
         if not route.delivers:
             return waits
@@ -306,57 +295,6 @@ class Router:
             self._journal.queued(out.message, [session], [out])
         session.outbox.put(out)
 
-    def send_retained(
-        self,
-        session: Session,
-        line: Line,
-        subscriptions: Sequence[Subscription],
-        done: Callable[[], object],
-    ) -> None:
-        """Send retained messages to new subscriptions (MQTT-3.3.1-6), as far as the client may read them.
-
-        There may be a thousand filters and any number of messages, so one turn compares `LOOK_UPS` of them.
-        `done` is called at the end, or when the client has left this line.
-        """
-        found = (
-            (subscription, name)
-            for subscription in subscriptions
-            for name in self._candidates(subscription.filter)
-        )
-        self._send_some(session, line, found, done)
-
-    def _candidates(self, topic_filter: str) -> list[str]:
-        kept = self.retained.candidates(topic_filter)
-        return kept if self.live is None else [*kept, *self.live.names(topic_filter)]
-
     def anyone_names(self, level: str) -> bool:
         """Return whether a subscription begins with this level: wildcards do not match `$` (4.7.2)."""
         return self._tree.has_first(level)
-
-    def _send_some(
-        self,
-        session: Session,
-        line: Line,
-        found: Iterator[tuple[Subscription, str]],
-        done: Callable[[], object],
-    ) -> None:
-        if session.line is line:
-            for subscription, name in islice(found, LOOK_UPS):
-                if matches(subscription.filter, name) and session.identity.may_read(name):
-                    self._send_retained(session, subscription, name)
-            following = next(found, None)
-            if following is not None:
-                self._runtime.soon(self._send_some, session, line, chain((following,), found), done)
-                return
-        done()
-
-    def _send_retained(self, session: Session, subscription: Subscription, name: str) -> None:
-        message = self.retained.get(name)
-        if message is None and self.live is not None:
-            message = self.live.get(name)
-        if message is None:
-            return
-        qos = min(message.qos, subscription.qos)
-        identifiers = (subscription.identifier,) if subscription.identifier else ()
-        out = Outgoing(message, qos, True, identifiers)
-        self._put(session, out, keep=not self._store.bound(name))

@@ -38,7 +38,7 @@ class Session:
 
     __slots__ = (
         "client_id", "expiry", "identity", "incoming", "left", "line", "outbox", "partial", "proof",
-        "subscriptions", "timer", "will", "will_timer",
+        "subscriptions", "timer", "unfed", "will", "will_timer",
     )  # fmt: skip
 
     outbox: Outbox
@@ -48,6 +48,8 @@ class Session:
         self.proof = b""  # the proof of its client's login (`access.proofs`)
         self.expiry = 0  # seconds by which it outlives its connection
         self.subscriptions: dict[str, Subscription] = {}
+        # Filters that still get retained messages, with the last topic that was looked at (`feeds`).
+        self.unfed: dict[str, str] = {}
         self.incoming: set[int] = set()  # QoS 2 packet ids between PUBLISH and PUBREL (4.3.3)
         self.partial: dict[int, Partial] = {}  # QoS 2 messages that only some of their streams have, by id
         self.line: Line | None = None

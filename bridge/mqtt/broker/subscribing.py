@@ -77,7 +77,6 @@ class Subscribing:
         assert session is not None
         began = self._turns.begin()
         codes = bytearray()
-        wanted: list[Subscription] = []  # those for which it gets retained messages
         for request in requests:
             code = self._refusal(session, line, request, denied)
             if not code:
@@ -95,7 +94,7 @@ class Subscribing:
                     self._journal.subscribed(session, subscription)
                 handling = subscription.retain_handling
                 if not shared and (handling == 0 or (handling == 1 and new)):
-                    wanted.append(subscription)
+                    self._router.feeds.want(session, request.filter)
                 code = subscription.qos
             codes.append(code)
         line.hold("subscribe")
@@ -103,7 +102,7 @@ class Subscribing:
         def confirm() -> None:
             if session.line is line:
                 answer(bytes(codes))
-            self._router.send_retained(session, line, wanted, partial(line.release, "subscribe"))
+            self._router.feeds.feed(session, partial(line.release, "subscribe"))
 
         def journaled(_error: StreamError | None) -> None:
             self._runtime.soon(confirm)  # never before other answers of this read

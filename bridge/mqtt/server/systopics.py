@@ -58,12 +58,12 @@ class SysTopics:
         """Start publishing."""
         if self._interval:
             self._last = self._counted()
-            self._broker.router.live = self
+            self._broker.router.feeds.live = self
             self._timer = self._runtime.later(self._interval, self._tick)
 
     def stop(self) -> None:
         """Stop publishing."""
-        self._broker.router.live = None
+        self._broker.router.feeds.live = None
         if self._timer is not None:
             self._timer.cancel()
 
