@@ -62,29 +62,116 @@ def lasting(world: World, name: str, **options: object) -> Wire:
 
 
 @RESTARTS
+@pytest.mark.parametrize("topic", ["t", "in/t"], ids=["plain", "of a stream"])
 def test_messages_that_were_queued_in_several_lives_all_come_in_their_order(
-    world: World, restart: Restart
+    world: World, restart: Restart, topic: str
 ) -> None:
+    world.streams.definitions["s"].by_itself = True
     subscriber = client(world, "s", clean=False)
-    subscriber.send(subscribe(5, ("t", 1)))
+    subscriber.send(subscribe(5, (topic, 1)))
     subscriber.got()
     subscriber.lose()
     waiting: list[bytes] = []
     for life in range(4):
         publisher = client(world, "p")
         for number in range(3):
-            publisher.send(publish("t", b"%d-%d" % (life, number), 1, 1))
+            publisher.send(publish(topic, b"%d-%d" % (life, number), 1, 1))
             assert publisher.got() == ack(0x40, 1)
             waiting.append(b"%d-%d" % (life, number))
         restart(world)
         subscriber = world.connect(connect("s", clean=False))
-        queued = [publish("t", payload, 1, n) for n, payload in enumerate(waiting, 1)]
+        queued = [publish(topic, payload, 1, n) for n, payload in enumerate(waiting, 1)]
         assert subscriber.got() == PRESENT + b"".join(queued)
         subscriber.send(ack(0x40, 1))  # it has the first of them
         subscriber.got()
         subscriber.lose()
         del waiting[0]
         restart(world)
+
+
+@RESTARTS
+def test_a_qos_2_message_of_a_stream_that_was_under_way_comes_again_with_its_id(
+    world: World, restart: Restart
+) -> None:
+    world.streams.definitions["s"].by_itself = True
+    publisher, subscriber = client(world, "p"), client(world, "s", clean=False)
+    subscriber.send(subscribe(5, ("in/#", 2)))
+    subscriber.got()
+    publisher.send(publish("in/a", b"1", 2, 1) + publish("in/a", b"2", 2, 2))
+    publisher.got()
+    assert subscriber.got() == publish("in/a", b"1", 2, 1) + publish("in/a", b"2", 2, 2)
+    subscriber.send(ack(0x50, 1))
+    assert subscriber.got() == ack(0x62, 1)
+    subscriber.lose()
+    for _ in range(2):
+        restart(world)
+        subscriber = world.connect(connect("s", clean=False))
+        assert subscriber.got() == PRESENT + ack(0x62, 1) + publish("in/a", b"2", 2, 2, dup=True)
+        subscriber.lose()
+
+
+@RESTARTS
+def test_what_waits_outlives_its_stream_over_a_stop_and_is_counted_as_lost_after_a_kill(
+    world: World, restart: Restart, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = world.streams.definitions["s"]
+    stream.by_itself = True
+    for name in ("s", "t"):
+        subscriber = client(world, name, clean=False)
+        subscriber.send(subscribe(5, ("in/#", 1), ("plain", 1)))
+        subscriber.got()
+        subscriber.lose()
+    publisher = client(world, "p")
+    for number, topic in enumerate(("in/a", "plain", "in/b"), 1):
+        publisher.send(publish(topic, b"%d" % number, 1, 1))
+        assert publisher.got() == ack(0x40, 1)
+    publisher.lose()
+    world.run()
+    if restart is stopped:
+        world.broker.stop()
+    stream.stored.clear()
+    world.kill()
+    payloads = [b"1", b"2", b"3"] if restart is stopped else [b"2"]
+    for name in ("s", "t"):
+        got = world.connect(connect(name, clean=False)).got()
+        assert re.findall(rb"(?:in/.|plain)..(\d)", got, re.DOTALL) == payloads
+    assert world.broker.counts["dropped_queue_lost"] == (0 if restart is stopped else 4)
+    assert ("2 messages that waited for client 's' are lost" in caplog.text) is (restart is killed)
+
+
+@RESTARTS
+def test_a_number_that_another_message_of_the_stream_has_got_brings_no_wrong_message(
+    world: World, restart: Restart
+) -> None:
+    stream = world.streams.definitions["s"]
+    subscriber, publisher = client(world, "s", clean=False), client(world, "p")
+    subscriber.send(subscribe(5, ("in/#", 1)))
+    subscriber.got()
+    subscriber.lose()
+    publisher.send(publish("in/a", b"not stored", 1, 1))
+    publisher.got()
+    stream.commit(StorageFailed("no"))
+    publisher = client(world, "p")
+    publisher.send(publish("in/a", b"stored", 1, 1))
+    publisher.got()
+    stream.commit()
+    restart(world)
+    got = world.connect(connect("s", clean=False)).got()
+    assert got.count(b"in/a") == (2 if restart is stopped else 1)
+    assert got.endswith(b"stored")
+
+
+def test_a_kill_says_that_clients_were_connected_and_may_lack_what_was_under_way(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    client(world, "s", clean=False).send(subscribe(5, ("in/#", 1)))
+    client(world, "t", clean=False).send(subscribe(5, ("in/#", 1)))
+    stopped(world)
+    assert world.broker.counts["interrupted_sessions"] == 0
+    client(world, "s", clean=False)
+    killed(world)
+    assert world.broker.counts["interrupted_sessions"] == 1
+    assert "while 1 clients with persistent sessions were connected" in caplog.text
 
 
 @RESTARTS

@@ -17,6 +17,8 @@ from .harness import (
     Published,
     ack,
     bridge_test,
+    copied,
+    found_again,
     publish,
     subscribe,
     unsubscribe,
@@ -385,6 +387,27 @@ async def test_many_filters_and_retained_messages_keep_nobody_else_waiting(bridg
     for _ in range(10):
         assert await other.alive()
         assert session.line.holds, "it is still being looked at"
+    assert await subscriber.silent()
+
+
+@bridge_test
+async def test_all_that_waits_on_stream_topics_for_who_is_away_survives_kills_and_stops(
+    bridge: Bridge,
+) -> None:
+    subscriber, publisher = await bridge.connect("s", clean=False), await bridge.connect("p")
+    await subscriber.subscribe(("in/#", 1))
+    await subscriber.subscribe(("$share/g/in/#", 1))
+    subscriber.disconnect()
+    await until(lambda: all(one.line is None or one.client_id == "p" for one in bridge.broker.sessions.all()))
+    for number in range(500):
+        assert (await publisher.exchange(publish("in/t", b"%d" % number, 1, 1))).head == 0x40
+    expected = sorted(2 * [b"%d" % number for number in range(500)])
+    async with found_again(bridge, copied(bridge)) as again:
+        subscriber = await again.connect("s", clean=False)
+        assert sorted([(await subscriber.message()).payload for _ in expected]) == expected
+    await bridge.restart()
+    subscriber = await bridge.connect("s", clean=False)
+    assert sorted([(await subscriber.message()).payload for _ in expected]) == expected
     assert await subscriber.silent()
 
 

@@ -36,7 +36,7 @@ from bridge.mqtt.broker.journal import Journal
 from bridge.mqtt.broker.journalfile import NAME
 from bridge.mqtt.broker.line import GONE
 from bridge.mqtt.broker.publishing import Publisher
-from bridge.mqtt.broker.recovery import find_stored_ids, recover, snapshot
+from bridge.mqtt.broker.recovery import find_stored_ids, recover, referred, snapshot
 from bridge.mqtt.broker.reports import Reports, reason, refused
 from bridge.mqtt.broker.router import Route, Router
 from bridge.mqtt.broker.sessions import Session, Sessions
@@ -147,9 +147,10 @@ class Broker:
 
     async def start(self) -> None:
         """Restore the sessions. Raises OSError if the journal cannot be written."""
-        recover(self.journal.read(), self)
+        await recover(self.journal.read(), self)
         await find_stored_ids(self)
         self.journal.snapshot = lambda: snapshot(self)
+        self.journal.referred = lambda: referred(self)
         self.journal.open()
         self.store.on_bindings_changed += [self.router.forget_routes, self.journal.renew]
         self.revoke()  # the users file may have changed since the stop
@@ -289,7 +290,7 @@ class Broker:
         self.router.has_left(session)
         session.left = self.clock.now() / 1000
         if session.persistent:
-            self.journal.opened(session)
+            self.journal.left(session)
         if lost:
             self.counts["dropped_wills"] += 1
         if lost or not will:

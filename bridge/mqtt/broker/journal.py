@@ -7,7 +7,10 @@ ids in use are unknown, so none counts as in use: a duplicate is better than a l
 What it keeps: persistent sessions with their subscriptions, and which of these still get retained messages;
 QoS 1 and 2 messages of ordinary topics and of upstreams until each persistent subscriber has acknowledged
 them; QoS 2 packet ids in use, in both directions; wills of persistent sessions that may still have to be
-published; retained messages. Messages that devices publish on stream topics are only in the stream.
+published; retained messages. Of messages that devices publish on stream topics, it has references to the
+stream, for persistent sessions that are away. A clean stop replaces these by the messages themselves, so that
+they outlive their segments, and streams in memory. A kill loses those that the stream has dropped by then,
+and what was under way to clients that were connected. The next start counts and logs that (`recovery`).
 
 While any stream is encrypted, this file is too, because its messages may contain the same secrets.
 
@@ -85,8 +88,9 @@ class Journal:
         self._path, self._boot = path, boot
         self.replay_points: dict[str, ReplayPoint] = {}
         self.snapshot: Callable[[], Iterable[Record]] = tuple
+        self.referred: Callable[[], Iterable[Record]] = tuple  # whole, what is referred to
         self._numbers = 0
-        self._stopped = False
+        self.stopped = False
         outdated = _encoder.encode(Booted(UNKNOWN))
         self._file = JournalFile(path, runtime, self._bodies, keys, encrypts, outdated)
 
@@ -122,7 +126,9 @@ class Journal:
 
     def close(self) -> None:
         """Write and sync everything, for a clean stop. `failed` says whether that was not possible."""
-        self._stopped = True
+        self.stopped = True
+        for record in self.referred():
+            self._add(record)
         self._add(Booted(""))
         self._file.close()
 
@@ -132,7 +138,7 @@ class Journal:
     def _bodies(self) -> Iterator[bytes]:
         for record in (Booted(self._boot or UNKNOWN), *self.snapshot()):
             yield _encoder.encode(record)
-        if self._stopped:
+        if self.stopped:
             yield _encoder.encode(Booted(""))
 
     # -- records ------------------------------------------------------------
@@ -140,6 +146,17 @@ class Journal:
     def opened(self, session: Session) -> None:
         """A session is persistent from now on, or has been left."""
         self._add(opened_record(session))
+
+    def left(self, session: Session) -> None:
+        """The client of a persistent session is away: keep what waits for it, also what streams have."""
+        self.opened(session)
+        outbox = session.outbox
+        for out in outbox.pending():
+            if out.qos and not (out.number or out.asked):
+                self.queued(out.message, [session], [out])
+        for packet_id, number in outbox.ids():
+            if number:
+                self._add(Sending(session.client_id, packet_id, number))
 
     def ended(self, session: Session) -> None:
         """A persistent session is over."""

@@ -96,10 +96,11 @@ class Message:
     """One PUBLISH to be delivered. It is immutable, and all its receivers share it.
 
     `expires` takes the place of the Message Expiry Interval among the properties: see `expiry_of`. `size` is
-    roughly the bytes that it holds in memory.
+    roughly the bytes that it holds in memory. `place` is its stream and number, if the journal may refer to
+    it there.
     """
 
-    __slots__ = ("_plain", "expires", "payload", "properties", "qos", "retain", "size", "topic")
+    __slots__ = ("_plain", "expires", "payload", "place", "properties", "qos", "retain", "size", "topic")
 
     def __init__(
         self,
@@ -109,7 +110,9 @@ class Message:
         retain: bool = False,
         properties: p.Properties | None = None,
         expires: Deadline | None = None,
+        place: tuple[str, int] | None = None,
     ) -> None:
+        self.place = place
         self.topic, self.payload, self.qos, self.retain = topic, payload, qos, retain
         self.properties = {k: v for k, v in (properties or {}).items() if k in p.MESSAGE}
         self.properties.pop(p.MESSAGE_EXPIRY, None)
@@ -118,6 +121,12 @@ class Message:
         if self.properties:
             self.size = size_of(topic, payload, self.properties)
         self._plain: tuple[bytes, ...] = ()
+
+    def without_place(self) -> Message:
+        """Return this message as one that the journal keeps itself, however long."""
+        if self.place is None:
+            return self
+        return Message(self.topic, self.payload, self.qos, self.retain, self.properties, self.expires)
 
     def expired(self) -> bool:
         """Return whether its Message Expiry Interval has passed (MQTT 5 section 3.3.2.3.3)."""

@@ -129,7 +129,8 @@ class Publisher:
             if full:
                 self._not_retained(session.identity.label, holder, full)
             holder = None if full else holder
-            if self._router.publish(route, self._message(packet), session, packet_id, holder=holder):
+            message = self._message(packet, places)
+            if self._router.publish(route, message, session, packet_id, holder=holder):
                 batch.touched[self._journal] = None
             self._turns.spend(began)
         self._acknowledge(batch, packet, places, known)
@@ -198,15 +199,14 @@ class Publisher:
             if len(route.streams) > 1:
                 for stream in route.streams:
                     stream.ensure_admits(packet.topic, packet.payload, kept)
-            for stream in route.streams:
-                stream.append(packet.topic, packet.payload, kept)
+            places = {stream: stream.append(packet.topic, packet.payload, kept) for stream in route.streams}
         except StreamError as error:
-            places = self._keep_refused(client, label, packet._replace(head=head), error)
-            if places is None:
+            refused = self._keep_refused(client, label, packet._replace(head=head), error)
+            if refused is None:
                 raise
-            return list(places)
+            return list(refused)
         began = self._turns.begin()
-        message = self._message(packet)
+        message = self._message(packet, {} if keep_copies else places)
         if full:
             self._not_retained(label, holder, full)
         retainer = None if full else holder
@@ -241,10 +241,13 @@ class Publisher:
             self._search_from_here(fresh, packet, kept)
         return {stream: stream.append(packet.topic, packet.payload, kept, name) for stream in streams}, known
 
-    def _message(self, packet: Publish) -> Message:
+    def _message(self, packet: Publish, places: dict[Stream, int]) -> Message:
         expires = expiry_of(packet.properties, self._clock)
-        retain = bool(packet.head & 1)
-        return Message(packet.topic, packet.payload, packet.qos, retain, packet.properties, expires)
+        retain, place = bool(packet.head & 1), None
+        for stream, number in places.items():
+            place = (stream.name, number)
+            break
+        return Message(packet.topic, packet.payload, packet.qos, retain, packet.properties, expires, place)
 
     def _acknowledge(
         self, batch: Batch, packet: Publish, places: dict[Stream, int], known: AbstractSet[Stream]

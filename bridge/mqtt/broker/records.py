@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from bridge.access.rules import Holder
+from bridge.mqtt.broker.replay import digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,6 +72,9 @@ class Queued(Record, frozen=True, tag=5):
 
     `shared` has the copies for shared subscriptions: a separate number, because the session may also have an
     ordinary copy; the same fields as `homes`; the filter.
+
+    With `stream`, the payload is that of the message `place` in it, if its `digest` is this one
+    (`replay.digest_of`).
     """
 
     number: int
@@ -83,6 +87,9 @@ class Queued(Record, frozen=True, tag=5):
     sender: str = ""
     id: int = 0
     shared: list[tuple[int, str, int, bool, tuple[int, ...], str]] = []
+    stream: str = ""
+    place: int = 0
+    digest: int = 0
 
 
 class Settled(Record, frozen=True, tag=6):
@@ -219,8 +226,10 @@ def queued_record(
     copies: Sequence[tuple[Session, Outgoing]],
     sender: str = "",
     packet_id: int = 0,
+    *,
+    whole: bool = False,
 ) -> Queued:
-    """Make the record of a message that waits for sessions."""
+    """Make the record of a message that waits for sessions. It refers to a stream, unless `whole`."""
     homes = [
         (session.client_id, out.qos, out.retain, out.identifiers) for session, out in copies if not out.share
     ]
@@ -229,9 +238,12 @@ def queued_record(
         for session, out in copies
         if out.share
     ]
+    payload, stream, place, digest = message.payload, "", 0, 0
+    if message.place is not None and not whole:
+        (stream, place), digest, payload = message.place, digest_of(message.topic, payload), b""
     return Queued(
-        number, message.topic, message.payload, message.qos, message.properties, _at(message), homes,
-        sender, packet_id, shared,
+        number, message.topic, payload, message.qos, message.properties, _at(message), homes, sender,
+        packet_id, shared, stream, place, digest,
     )  # fmt: skip
 
 

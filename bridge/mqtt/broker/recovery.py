@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from bridge.mqtt.broker.journal import survived
 from bridge.mqtt.broker.message import Message, Subscription
 from bridge.mqtt.broker.outbox import Outgoing
 from bridge.mqtt.broker.records import (
+    Booted,
     Ended,
     Fed,
     Freed,
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LAST_MESSAGES = 10_000  # at most this many messages of a stream are searched
+TOGETHER = 1_000  # messages of a stream that are read at a time
 
 
 class _Saved:
@@ -66,7 +69,7 @@ class _Saved:
         self.will: Will | None = None
 
 
-def recover(records: Sequence[Record], broker: Broker) -> None:
+async def recover(records: Sequence[Record], broker: Broker) -> None:
     """Restore sessions and retained messages. A client that was connected counts as disconnected from now.
 
     After a power cut, records that released QoS 2 ids may be missing, and a new message with such an id would
@@ -75,6 +78,7 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
     """
     saved: dict[str, _Saved] = {}
     numbers = 0
+    digests: dict[Message, int] = {}  # of messages whose payload is in a stream
     for record in records:
         match record:
             case Opened(client):
@@ -96,6 +100,9 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
             case Queued(number):
                 numbers = max(numbers, number)
                 message = _message(record, broker.clock, retain=False)
+                if record.stream:
+                    message.place = record.stream, record.place
+                    digests[message] = record.digest
                 if record.id and record.sender in saved:
                     saved[record.sender].incoming.add(record.id)
                 for client, qos, retain, identifiers in record.homes:
@@ -134,6 +141,8 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
     complete = survived(records, broker.clock.boot)
     if not complete:
         broker.journal.replay_points.clear()
+    await _fill(broker, saved, digests)
+    _report_interrupted(broker, records, saved)
     emptied = _emptied(broker)
     for client, past in saved.items():
         opened = past.opened
@@ -168,6 +177,70 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
                 out.share = ""  # it may have been sent, so it stays with its member (MQTT-4.8.2-5)
         session.outbox.restore_queue(past.queue.values())
     broker.clock.observed()
+
+
+async def _fill(broker: Broker, saved: dict[str, _Saved], digests: dict[Message, int]) -> None:
+    """Read the payloads that the journal only refers to. What its stream no longer has is lost."""
+    wanted: dict[str, dict[int, list[Message]]] = {}
+    waiting = {out.message for past in saved.values() for out in past.queue.values()}
+    for message in waiting & digests.keys():
+        assert message.place is not None
+        name, number = message.place
+        wanted.setdefault(name, {}).setdefault(number, []).append(message)
+    for name, places in wanted.items():
+        for number, payload in (await _read(broker, name, sorted(places))).items():
+            for message in places[number]:
+                if digest_of(message.topic, payload) == digests[message]:
+                    message.payload = payload
+                    message.size += len(payload)
+                    del digests[message]
+    for client, past in saved.items():
+        lost = [number for number, out in past.queue.items() if out.message in digests]
+        for number in lost:
+            del past.queue[number]
+        if lost:
+            broker.counts["dropped_queue_lost"] += len(lost)
+            text = "%d messages that waited for client %r are lost: no stream has them any more (counted)"
+            log.warning(text, len(lost), client)
+
+
+async def _read(broker: Broker, name: str, numbers: list[int]) -> dict[int, bytes]:
+    """Return the payloads of some messages of a stream, given in order, as far as it has them."""
+    found: dict[int, bytes] = {}
+    wanted, at = set(numbers), 0
+    while name in broker.store.definitions and at < len(numbers):
+        count = min(numbers[-1] - numbers[at] + 1, TOGETHER)
+        options = ReadMessagesOptions(
+            desired_start_sequence_number=numbers[at], min_message_count=1, max_message_count=count
+        )
+        try:
+            messages = await broker.store.read(name, options)
+        except NotEnoughMessages:
+            break
+        except (StreamBridgeError, OSError) as error:
+            log.error("%s; what waits in stream %r for clients that are away may be lost", error, name)
+            break
+        found |= {one.sequence_number: one.payload for one in messages if one.sequence_number in wanted}
+        at = bisect_right(numbers, messages[-1].sequence_number)
+    return found
+
+
+def _report_interrupted(broker: Broker, records: Sequence[Record], saved: dict[str, _Saved]) -> None:
+    """Say how many clients were connected when the service was killed: what was under way to them is lost."""
+    boots = [record.boot for record in records if isinstance(record, Booted)]
+    if not boots or not boots[-1]:
+        return
+    count = sum(
+        not past.opened.left and any(one.qos for one in past.subscriptions.values())
+        for past in saved.values()
+    )
+    if count:
+        broker.counts["interrupted_sessions"] += count
+        log.warning(
+            "the service ended without a stop while %d clients with persistent sessions were connected: what "
+            "they had not acknowledged on topics of streams is not sent again; the streams have it (counted)",
+            count,
+        )
 
 
 def _emptied(broker: Broker) -> set[str]:
@@ -233,9 +306,25 @@ async def find_stored_ids(broker: Broker) -> None:
             session.partial.setdefault(packet_id, Partial()).hold(digest, frozenset(names))
 
 
+def referred(broker: Broker) -> Iterator[Record]:
+    """Yield whole, what the journal only refers to: after a stop, it must not depend on the streams."""
+    for number, (message, copies) in sorted(_waiting(broker).items()):
+        if message.place is not None:
+            yield queued_record(message, number, copies, whole=True)
+
+
+def _waiting(broker: Broker) -> dict[int, tuple[Message, list[tuple[Session, Outgoing]]]]:
+    """Return the messages that wait for persistent sessions, by their numbers, and their copies."""
+    waiting: dict[int, tuple[Message, list[tuple[Session, Outgoing]]]] = {}
+    for session in broker.sessions.all():
+        for out in session.outbox.pending() if session.persistent else ():
+            if out.number:
+                waiting.setdefault(out.number, (out.message, []))[1].append((session, out))
+    return waiting
+
+
 def snapshot(broker: Broker) -> Iterator[Record]:
     """Yield the records that restore the current state."""
-    waiting: dict[int, tuple[Message, list[tuple[Session, Outgoing]]]] = {}
     for session in broker.sessions.all():
         if not session.persistent:
             continue
@@ -253,12 +342,8 @@ def snapshot(broker: Broker) -> Iterator[Record]:
                 yield Held(session.client_id, packet_id, sorted(streams), digest)
         for packet_id, number in session.outbox.ids():
             yield Sending(session.client_id, packet_id, number)
-        for out in session.outbox.pending():
-            if out.number:
-                waiting.setdefault(out.number, (out.message, []))[1].append((session, out))
-    for number in sorted(waiting):
-        message, copies = waiting[number]
-        yield queued_record(message, number, copies)
+    for number, (message, copies) in sorted(_waiting(broker).items()):
+        yield queued_record(message, number, copies, whole=broker.journal.stopped)
     for message, holder in broker.router.retained.holders():
         yield retained_record(message, holder)
     for stream, point in broker.journal.replay_points.items():

@@ -237,7 +237,7 @@ class Router:
         """
         waits = False
         if message.retain and holder is not None:
-            waits = self.retained.publish(route.name, message, holder)
+            waits = self.retained.publish(route.name, message.without_place(), holder)
         if not route.delivers:
             return waits
         receivers = route.receivers
@@ -246,7 +246,8 @@ class Router:
             del receivers[origin]
             if wanted is not None:
                 receivers[origin] = wanted
-        # The stream has the durable copy of its messages, unless the sender needs one for each session.
+        # The stream has its messages, unless the sender needs a copy for each session. For a client that is
+        # away the journal refers to it; for the others, when they leave (`Journal.left`).
         keep = keep_copies or not route.streams
         lasting: list[Outgoing] = []
         homes: list[Session] = []
@@ -254,7 +255,7 @@ class Router:
             qos = min(message.qos, receiver.qos)
             retain = message.retain and receiver.retain_as_published
             out = Outgoing(message, qos, retain, receiver.identifiers)
-            if qos and session.persistent and keep:
+            if qos and (keep or session.line is None) and session.persistent:
                 lasting.append(out)
                 homes.append(session)
             else:
@@ -264,7 +265,7 @@ class Router:
                 chosen = share.choose(message)
                 if chosen is not None:
                     session, out = chosen
-                    if out.qos and session.persistent and keep:
+                    if out.qos and (keep or session.line is None) and session.persistent:
                         lasting.append(out)
                         homes.append(session)
                     else:
@@ -273,7 +274,7 @@ class Router:
             self._journal.queued(message, homes, lasting, origin, packet_id)
             for session, out in zip(homes, lasting, strict=True):
                 session.outbox.put(out)
-            waits = True
+            waits = waits or keep
         return waits
 
     def reassign(self, old: Outgoing) -> bool:
