@@ -37,15 +37,17 @@ def list_clients(
     """List connected clients, and the sessions of disconnected ones.
 
     QUEUED counts the messages that are queued for the client. A disconnected client's session ends at
-    EXPIRES.
+    EXPIRES. Below them are the topics that no stream takes: see `streambridge clients topics`.
     """
     output.behave_in_pipes()
-    clients = _ask(config, data_dir, "listClients")["clients"]
+    found = _ask(config, data_dir, "listClients")
+    clients = found["clients"]
     if as_json:
         output.json(clients)
         return
     if not clients:
         output.echo("no clients")
+        _show_topics(found["unmatched"])
         return
     output.table(
         ["CLIENT", "USER", "ADDRESS", "PROTOCOL", "SUBSCRIPTIONS", "QUEUED", "DISCONNECTED", "EXPIRES"],
@@ -63,6 +65,50 @@ def list_clients(
             for client in clients
         ],
     )
+    _show_topics(found["unmatched"])
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  streambridge clients topics
+  streambridge clients topics --json
+"""
+)
+def topics(
+    config: ConfigOption = DEFAULT_CONFIG, data_dir: DataDirOption = None, as_json: JsonOption = False
+) -> None:
+    """List the topics on which clients publish and that no stream takes.
+
+    CLIENT has sent the last message. The line of the last column, in a stream of the configuration, stores
+    them. The numbers count since the start of the service.
+    """
+    output.behave_in_pipes()
+    found = _ask(config, data_dir, "listClients")["unmatched"]
+    if as_json:
+        output.json(found)
+    elif found:
+        _show_topics(found)
+    else:
+        output.echo("none: a stream takes each message")
+
+
+def _show_topics(unmatched: list[dict[str, Any]]) -> None:
+    if unmatched:
+        output.table(
+            ["TOPICS WITHOUT A STREAM", "CLIENT", "MESSAGES", "LAST", "DELIVERED", "STORED BY"],
+            [
+                [
+                    _shown(one["topics"]),
+                    _shown(one["client"]),
+                    one["messages"],
+                    output.timestamp(one["last"]),
+                    "yes" if one["delivered"] else "no",
+                    _shown(one["line"]),
+                ]
+                for one in unmatched
+            ],
+        )
 
 
 @app.command(

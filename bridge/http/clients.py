@@ -12,7 +12,7 @@ import asyncio
 import heapq
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -35,6 +35,9 @@ class DeviceFrontEnd(Protocol):
 
     def clients(self) -> Iterable[Connected]:
         """Return the connected clients. They may be iterated slowly."""
+
+    def unmatched(self) -> list[dict[str, Any]]:
+        """Return the topics of clients that no stream takes: topics, client, messages, delivered, line."""
 
     def subscriptions(self, client: str, most: int) -> list[str]:
         """Return up to this many topic filters of a client."""
@@ -69,12 +72,16 @@ class Client(Struct, rename="camel", kw_only=True):
 
 
 class Clients(Struct, rename="camel", kw_only=True):
-    """A page of clients. Of `connected`, `found` match; `clients` has those from `offset` on."""
+    """A page of clients. Of `connected`, `found` match; `clients` has those from `offset` on.
+
+    `unmatched` are the topics on which clients publish and that no stream takes.
+    """
 
     connected: int
     found: int
     offset: int
     clients: list[Client]
+    unmatched: list[dict[str, Any]]
 
 
 ORDERS: dict[str, Callable[[Row], tuple[object, ...]]] = {
@@ -114,6 +121,7 @@ class Directory:
             found=len(rows),
             offset=offset,
             clients=[self._client(*row) for row in shown],
+            unmatched=[one for front_end in self._front_ends.values() for one in front_end.unmatched()],
         )
 
     def _client(self, peer: Connected, listener: str, rate: float) -> Client:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bridge.errors import ConfigError
 from bridge.mqtt.server import clients
@@ -227,6 +227,10 @@ class MqttFrontEnd:
             return iter(())
         known = [(conn, conn.session) for conn in self._server.connections.open]
         return (clients.peer(conn, session) for conn, session in known if session is not None)
+
+    def unmatched(self) -> list[dict[str, Any]]:
+        """Return the topics of clients that no stream takes (`broker.unmatched`)."""
+        return [] if self._server is None else self._server.broker.publisher.unmatched.listed()
 
     def subscriptions(self, client: str, most: int) -> list[str]:
         """Return up to this many topic filters of a client."""

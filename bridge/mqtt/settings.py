@@ -172,6 +172,7 @@ class ListenerTable(Struct, frozen=True, kw_only=True):
     listen: Annotated[list[str], Meta(min_length=1)]
     proxy_protocol: list[str] = []
     allow_anonymous: bool | None = None
+    unmatched: Literal["deliver", "refuse"] | None = None
     users_file: Path | None = None
     client_ids: Literal["any", "user", "prefix"] | None = None
     acl: list[AccessRule] | None = None
@@ -197,6 +198,7 @@ class ListenerSettings(NamedTuple):
     listen: Sequence[str]
     proxy_protocol: Sequence[str]
     allow_anonymous: bool | None
+    unmatched: Literal["deliver", "refuse"]
     users_file: Path | None
     client_ids: Literal["any", "user", "prefix"]
     acl: Sequence[AccessRule]
@@ -343,6 +345,10 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
     `refused_stream` is the stream that keeps messages which their own stream can never store; the
     embedded broker acknowledges them once they are there.
 
+    `unmatched` is what becomes of messages on topics that no stream takes: "deliver" gives them to
+    subscribers, and lists the topics; "refuse" refuses them as it does messages to a stream that does not
+    exist.
+
     Every `sys_interval`, the state of the broker is published below `$SYS/broker/` for those who subscribe to
     it, with Mosquitto's topics; 0 turns that off.
 
@@ -357,6 +363,7 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
     max_packet: Annotated[Bytes, Meta(ge=KIB, le=256 * MIB)] = MIB
     refused_stream: Annotated[str, Meta(min_length=1)] | None = None
     allow_anonymous: bool | None = None
+    unmatched: Literal["deliver", "refuse"] = "deliver"
     users_file: Path | None = None
     client_ids: Literal["any", "user", "prefix"] = "any"
     sys_interval: Annotated[Millis, Meta(ge=0)] = 10_000
@@ -429,6 +436,7 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
             listen=given.listen,
             proxy_protocol=given.proxy_protocol,
             allow_anonymous=given.allow_anonymous,
+            unmatched=given.unmatched or self.unmatched,
             users_file=given.users_file or self.users_file,
             client_ids=given.client_ids or self.client_ids,
             acl=self.acl if given.acl is None else given.acl,

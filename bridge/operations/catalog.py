@@ -302,9 +302,13 @@ class Exports(Struct):
 
 
 class ClientList(Struct):
-    """Clients that are connected or have a session, by id; see `bridge.mqtt.server.clients.describe`."""
+    """Clients that are connected or have a session, by id; see `bridge.mqtt.server.clients.describe`.
+
+    `unmatched` are the topics of their messages that no stream takes: see `bridge.mqtt.broker.unmatched`.
+    """
 
     clients: list[dict[str, Any]]
+    unmatched: list[dict[str, Any]]
 
 
 class Disconnected(Struct):
@@ -329,6 +333,9 @@ class Clients(Protocol):
 
     def known(self) -> list[dict[str, Any]]:
         """Return all clients that are connected or have a session."""
+
+    def unmatched(self) -> list[dict[str, Any]]:
+        """Return the topics on which they publish and that no stream takes, most messages first."""
 
     def disconnect(self, asked: OfClients) -> list[str]:
         """Close connections. Returns the ids of their clients. Raises InvalidRequest."""
@@ -640,7 +647,7 @@ def _clients(call: Call) -> Clients:
 
 
 def _list_clients(call: Call, _request: OfAll) -> ClientList:
-    return ClientList(_clients(call).known())
+    return ClientList(_clients(call).known(), _clients(call).unmatched())
 
 
 def _disconnect(call: Call, request: OfClients) -> Disconnected:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from typing import Any
 
 import pytest
 
@@ -155,6 +156,9 @@ class Crowd:
         return self.peers
 
     def subscriptions(self, client: str, most: int) -> list[str]:
+        return []
+
+    def unmatched(self) -> list[dict[str, Any]]:
         return []
 
 

@@ -48,6 +48,36 @@ def test_clients_are_listed_disconnected_and_forgotten(start: Callable[..., Serv
     assert "no client 'nobody' is connected or has a session" in done.stderr
 
 
+def test_topics_that_no_stream_takes_are_listed_with_the_line_that_stores_them(
+    start: Callable[..., Service],
+) -> None:
+    service = start('[streams.readings]\ntopics = ["readings/#"]\n')
+
+    def clients(*arguments: str) -> str:
+        done = streambridge("clients", *arguments, "-c", service.directory / "bridge.toml")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert clients("topics") == "none: a stream takes each message\n"
+    client = paho.Client(paho.CallbackAPIVersion.VERSION2, "pump-7")
+    client.connect("127.0.0.1", service.mqtt_port)
+    client.loop_start()
+    for number in range(3):
+        client.publish(f"reading/pump-{number}", b"x", 1).wait_for_publish(60)
+    try:
+        (one,) = json.loads(clients("topics", "--json"))
+        assert (one["topics"], one["client"], one["messages"]) == ("reading/+", "pump-7", 3)
+        assert one["line"] == 'topics = ["reading/+"]'
+        for command in ("topics", "list"):
+            header, row = clients(command).splitlines()[-2:]
+            assert header.split()[:4] == ["TOPICS", "WITHOUT", "A", "STREAM"]
+            assert row.startswith("reading/+")
+            assert row.endswith('topics = ["reading/+"]')
+        assert service.json("/clients.json")["unmatched"] == [one]
+    finally:
+        client.loop_stop()
+
+
 def test_without_a_running_service_clients_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "data" / "streams").mkdir(parents=True)
     done = streambridge("clients", "list", "--data-dir", tmp_path / "data")

@@ -3,6 +3,7 @@
 const ORDERS = ["id", "", "since", "rate", "subscriptions", "queued"];
 const clients = new Table("clients", [["Client id"], ["User and address", "fixed"], ["Connected", "n"], ["Rate", "n"], ["Subscriptions", "n"], ["Queue", "n"]],
   { most: 100, usual: "slowed, then longest queue first", onfind: () => { clientsFrom = 0; wake(); }, onsort: () => { clientsFrom = 0; wake(); } });
+const unmatched = new Table("unmatched", [["Topics", "fixed"], ["Client", "fixed"], ["Messages", "n fixed"], ["Write into a stream", "fixed"]], { filter: false, most: 256 });
 let clientsFrom = 0;
 
 async function showClients(now) {
@@ -25,6 +26,13 @@ async function showClients(now) {
     ] })), found.clients.length);
   clients.tools.hidden = false;
   const last = found.offset + found.clients.length;
+  $("unmatched").hidden = !found.unmatched.length;
+  unmatched.show(found.unmatched.map((u) => ({ key: u.topics, values: [], cells: [
+    { text: u.topics, sub: u.topics === u.topic ? "" : u.topic },
+    { text: u.client, sub: `${span(now.time - u.last)} ago` },
+    { text: whole.format(u.messages), sub: u.delivered ? "subscribers get them" : "stored nowhere" },
+    u.line,
+  ] })), found.unmatched.length);
   put($("clients-text"), found.found ? `${whole.format(found.offset + 1)} to ${whole.format(last)} of ${whole.format(found.found)}` : "");
   put(clients.count, clients.find ? `${whole.format(found.found)} of ${whole.format(found.connected)}` : "");
   $("clients-back").disabled = !found.offset;

@@ -399,9 +399,13 @@ class Broker:
         route = self.router.route(topic)
         if not route.denied and not route.ignored and not session.identity.may_publish(route.name):
             route = self.denied(session, route, reason(session, "publish", route.name))
-        if route.append is not None and session.line is not None and session.line.receipts:
+        line = session.line
+        if route.append is not None and line is not None and line.receipts:
             route = copy(route)
             route.append = None  # its acknowledgements have more than the server's
+        if route.stored_nowhere and line is not None and line.refuses_unmatched:
+            route = copy(route)
+            route.unwanted = True
         return route
 
     def denied(self, session: Session, route: Route, why: str) -> Route:

@@ -21,6 +21,10 @@ class Line(Protocol):
     receipts: bool  # the client asks where its messages are stored (`receipts`)
 
     @property
+    def refuses_unmatched(self) -> bool:
+        """Whether messages of its clients are refused on topics that no stream takes."""
+
+    @property
     def name(self) -> str:
         """The client, for the log."""
 
@@ -59,7 +63,7 @@ class Gone:
 
     address = name = ""
     level, bridge, local, writable, gone = 4, False, False, False, True
-    explains = receipts = False
+    explains = receipts = refuses_unmatched = False
     receive_maximum = max_packet_out = 0
 
     def full_of_subscriptions(self, count: int) -> Refusal | None:

@@ -38,7 +38,17 @@ from bridge.mqtt.broker.message import Message, expiry_of, headers_of
 from bridge.mqtt.broker.replay import Unstored, digest_of
 from bridge.mqtt.broker.reports import HOUR
 from bridge.mqtt.broker.router import NOBODY
-from bridge.mqtt.wire.packets import RECEIVE_MAXIMUM_EXCEEDED, V5, ProtocolError, Publish
+from bridge.mqtt.broker.unmatched import Unmatched
+from bridge.mqtt.wire import answers
+from bridge.mqtt.wire.packets import (
+    NO_MATCHING_SUBSCRIBERS,
+    PUBACK,
+    PUBREC,
+    RECEIVE_MAXIMUM_EXCEEDED,
+    V5,
+    ProtocolError,
+    Publish,
+)
 from bridge.streams import headers
 
 if TYPE_CHECKING:
@@ -84,10 +94,11 @@ class Publisher:
         self._turns, self._reports, self._requests = turns, reports, requests
         self._counts: Counter[str] = reports.counts
         self.refused_stream: str | None = None  # `[mqtt] refused_stream`
+        self.unmatched = Unmatched(store, clock, reports)
 
     def publish(self, batch: Batch, packet: Publish, route: Route) -> None:
         """Process one PUBLISH (section 3.3); `batch` gets its acknowledgement. Raises ProtocolError."""
-        session, qos, number = batch.inbox.session, packet.qos, packet.number
+        session, qos, number, line = batch.inbox.session, packet.qos, packet.number, batch.inbox.line
         assert session is not None
         if packet.head & 14 == 8:
             raise ProtocolError("a PUBLISH of QoS 0 with DUP (MQTT-3.3.1-2)")
@@ -96,7 +107,7 @@ class Publisher:
             if session.persistent:
                 batch.touched[self._journal] = None  # which may have failed to keep the id
             return
-        if qos == 2 and batch.inbox.line.level == V5 and len(session.incoming) >= RECEIVE_MAXIMUM:
+        if qos == 2 and line.level == V5 and len(session.incoming) >= RECEIVE_MAXIMUM:
             why = f"more than {RECEIVE_MAXIMUM} QoS 2 messages at a time"
             raise ProtocolError(why, RECEIVE_MAXIMUM_EXCEEDED)
         places: dict[Stream, int] = {}
@@ -108,7 +119,7 @@ class Publisher:
                 raise Unauthorized(f"it may not publish on {route.name!r}; {why}")
             if packet.head & 1 and not route.request and not route.ignored:
                 full = self._router.retained.refusal(route.name, packet, session.identity.holder)
-                if full and qos and batch.inbox.line.level == V5 and not route.streams:
+                if full and qos and line.level == V5 and not route.streams:
                     raise RetainedFull(full)
             if route.request:
                 self._requests(session, route.name, packet)
@@ -118,7 +129,7 @@ class Publisher:
             elif route.ignored:
                 self._counts["ignored_bridge_state"] += 1
             else:
-                self._counts["without_stream"] += 1
+                self._unmatched(session, packet, route)
         except (StreamError, RetainedFull, Unauthorized, InvalidRequest) as error:
             self.refused(batch, packet, error)
             return
@@ -133,7 +144,11 @@ class Publisher:
             if self._router.publish(route, message, session, packet_id, holder=holder):
                 batch.touched[self._journal] = None
             self._turns.spend(began)
-        self._acknowledge(batch, packet, places, known)
+        answer = b""
+        if qos and line.level == V5 and route.stored_nowhere and not route.delivers:
+            kind = PUBACK if qos == 1 else PUBREC
+            answer = answers.ack(kind, packet.packet_id, NO_MATCHING_SUBSCRIBERS)
+        self._acknowledge(batch, packet, places, known, answer)
 
     def refused(self, batch: Batch, packet: Publish, error: StreamBridgeError) -> None:
         """Handle a refused message: keep it in `refused_stream`, answer with the reason, or close (3.1.1)."""
@@ -194,6 +209,8 @@ class Publisher:
         head = packet.head & 9  # no QoS 2 here: a packet id in it is not one of the client's
         touched: list[Committer] = list(route.streams)
         full = self._router.retained.refusal(route.name, packet, holder) if packet.head & 1 else ""
+        if route.stored_nowhere:
+            self._note_unmatched(route, packet, client, label, holder)
         try:
             kept = _headers(client, packet._replace(head=head), route)
             if len(route.streams) > 1:
@@ -214,6 +231,22 @@ class Publisher:
             touched.append(self._journal)
         self._turns.spend(began)
         return touched
+
+    def _unmatched(self, session: Session, packet: Publish, route: Route) -> None:
+        """No stream takes a message. Raises NoStream if its client's listener refuses that."""
+        self._counts["without_stream"] += 1
+        who = session.identity
+        self._note_unmatched(route, packet, session.client_id, who.label, who.holder)
+        if route.unwanted:
+            raise NoStream(
+                f"no stream takes messages on {route.name!r}, and `unmatched` of this listener is "
+                '"refuse"; add the topic to a stream'
+            )
+
+    def _note_unmatched(self, route: Route, packet: Publish, client: str, label: str, holder: Holder) -> None:
+        delivered = (route.delivers or bool(packet.head & 1)) and not route.unwanted
+        note = self.unmatched.note
+        route.unmatched = note(route.unmatched, route.name, client, label, holder, delivered=delivered)
 
     def _not_retained(self, label: str, holder: Holder, full: str) -> None:
         """A message is stored and delivered, but there is no room to retain it."""
@@ -250,14 +283,21 @@ class Publisher:
         return Message(packet.topic, packet.payload, packet.qos, retain, packet.properties, expires, place)
 
     def _acknowledge(
-        self, batch: Batch, packet: Publish, places: dict[Stream, int], known: AbstractSet[Stream]
+        self,
+        batch: Batch,
+        packet: Publish,
+        places: dict[Stream, int],
+        known: AbstractSet[Stream],
+        answer: bytes = b"",
     ) -> None:
         """Answer a PUBLISH once everything that its batch touches is committed.
 
         `places` are its numbers; those in `known` belong to an earlier PUBLISH with its message id.
         """
         qos, line = packet.head & 6, batch.inbox.line  # 2 stands for QoS 1, 4 for QoS 2
-        if qos and line.receipts:
+        if answer:
+            batch.acks += answer
+        elif qos and line.receipts:
             batch.acks += receipts.stored(line, packet, places, known)
         elif qos:
             batch.acks += (b"\x40\x02" if qos == 2 else b"\x50\x02") + packet.packet_id

@@ -32,12 +32,12 @@ class Reports:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.counts: Counter[str] = Counter()
-        self._now = now
+        self.now = now
         self._logged: dict[str, float] = {}  # until when a kind is not logged again
 
     def log(self, kind: str, level: int, text: str, *values: object, every: float = LOG_INTERVAL) -> None:
         """Log a line, unless one of this kind was logged less than `every` seconds ago."""
-        now = self._now()
+        now = self.now()
         if now >= self._logged.get(kind, now):
             if len(self._logged) >= KINDS:
                 self._logged.clear()

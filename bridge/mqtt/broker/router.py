@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.sessions import Session
     from bridge.mqtt.broker.store import Store, Stream
     from bridge.mqtt.broker.turns import Turns
+    from bridge.mqtt.broker.unmatched import Topics
     from bridge.mqtt.settings import Limits
     from bridge.runtime import Runtime
 
@@ -57,6 +58,8 @@ class Route:
         "shares",
         "stream",
         "streams",
+        "unmatched",
+        "unwanted",
         "with_client",
     )
 
@@ -72,8 +75,15 @@ class Route:
         self.ignored = name.startswith(BRIDGE_STATE)  # acknowledged and dropped, so that bridges work
         self.reserved = not self.request and not self.ignored and name.startswith(RESERVED)
         self.denied = self.reserved  # for this client
+        self.unwanted = False  # it has no stream, and this client's listener refuses that
+        self.unmatched: Topics | None = None  # where it counts, without a stream
         self.with_client = False  # whether a stream keeps the publisher's client id
         self.append: Callable[[bytes, bytes], int] | None = None
+
+    @property
+    def stored_nowhere(self) -> bool:
+        """Whether clients may publish messages on it, and no stream takes them."""
+        return not (self.streams or self.denied or self.request or self.ignored)
 
 
 class Router:

@@ -37,6 +37,10 @@ class ServerClients:
         found = sorted(self._server.broker.sessions.all(), key=lambda session: session.client_id)
         return [describe(self._server, session) for session in found]
 
+    def unmatched(self) -> list[dict[str, Any]]:
+        """Return the topics that no stream takes (`broker.unmatched`)."""
+        return self._server.broker.publisher.unmatched.listed()
+
     def disconnect(self, asked: OfClients) -> list[str]:
         """Close the connections of some clients and return their ids. Sessions stay; wills are published.
 

@@ -66,7 +66,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LINGER = 1.0  # seconds to send the last bytes
+# Seconds to send the last bytes to a client that goes on sending: it may have thousands of our packets to
+# read before it sees why we have closed.
+LINGER = 10.0
 ROUTES = 4_096  # topics whose routes a connection remembers
 USUAL_TOPIC = 128  # bytes; longer topics are not remembered
 LOOK_AGAIN = 60.0  # seconds; how late an expired login may be noticed after the clock was set
@@ -157,6 +159,8 @@ class Connection(Source):
     def read(self, data: bytes) -> None:
         """Handle bytes from the socket, after those that wait."""
         if self.state is CLOSED:
+            if self._over:
+                self.discard()
             return
         if self.tail:
             if not isinstance(self.tail, bytearray):
@@ -216,6 +220,11 @@ class Connection(Source):
         else:
             why = f"an answer of {len(data)} bytes, above its Maximum Packet Size of {self.max_packet_out}"
             self.fail("refused_packet_size", why, PACKET_TOO_LARGE)
+
+    @property
+    def refuses_unmatched(self) -> bool:
+        """Whether its listener refuses messages on topics that no stream takes."""
+        return self.endpoint.listener.settings.unmatched == "refuse"
 
     @property
     def most_filters(self) -> int:
@@ -332,7 +341,8 @@ class Connection(Source):
     ) -> None:
         """Close the connection. `counter` counts the reason, `why` goes to the log.
 
-        With `linger` we send FIN and wait, so that the peer gets our last packets.
+        With `linger` we send FIN and wait, so that the peer gets our last packets, also one that is slow to
+        read them.
         """
         if self.state is CLOSED:
             return
@@ -349,10 +359,10 @@ class Connection(Source):
         self.connections.left(self)
         self.broker.close(self.inbox, will=will)
         transport = self.transport
-        if not self.writable:
-            transport.abort()
-        elif linger and not transport.is_closing() and transport.can_write_eof():
+        if linger and not transport.is_closing() and transport.can_write_eof():
             self.finish(LINGER)
+        elif not (self.writable or linger):
+            transport.abort()
         else:
             transport.close()
             if transport.get_write_buffer_size():
@@ -365,7 +375,10 @@ class Connection(Source):
         try:
             used = self._packets(data)
         except ProtocolError as error:
-            self.fail("protocol_errors", str(error), error.reason)
+            why = str(error)
+            if error.reason == PACKET_TOO_LARGE and self.state is OPEN:
+                why += ", which [mqtt] max_packet sets"
+            self.fail("protocol_errors", why, error.reason)
         except (IndexError, ValueError) as error:
             # A check is missing. The peer's packet is wrong all the same.
             self.fail("protocol_errors", repr(error), MALFORMED)
@@ -604,4 +617,3 @@ class Connection(Source):
             self._timer = self.connections.runtime.later(left, self._watch)
         else:
             self.fail("keep_alive_timeouts", "keep-alive expired", KEEP_ALIVE_TIMEOUT)
-            self.transport.abort()

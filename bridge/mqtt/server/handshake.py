@@ -259,6 +259,9 @@ def _refused_will(conn: Connection, identity: Identity, will: Will) -> Refused |
     if route.request or route.denied or not (route.ignored or identity.may_publish(topic)):
         why = f"{identity.label} may not publish its will on {topic!r}; see [[mqtt.acl]]"
         return Refused(NOT_AUTHORIZED, why)
+    if route.stored_nowhere and conn.refuses_unmatched:
+        why = f'a will on {topic!r}, which no stream takes: `unmatched` of this listener is "refuse"'
+        return Refused(BAD_TOPIC_NAME, why)
     return None
 
 

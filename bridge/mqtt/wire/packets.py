@@ -45,6 +45,7 @@ MOST_FILTERS: Final = 1_000  # of a SUBSCRIBE: a packet of 1 MiB could have 200,
 
 # MQTT 5 reason codes that we use (section 2.4)
 SUCCESS: Final = 0x00
+NO_MATCHING_SUBSCRIBERS: Final = 0x10
 NO_SUBSCRIPTION_EXISTED: Final = 0x11
 UNSPECIFIED: Final = 0x80
 MALFORMED: Final = 0x81
@@ -265,7 +266,8 @@ def parse_connect(body: bytes) -> Connect:
     flags, keep_alive = body[pos], body[pos + 1] << 8 | body[pos + 2]
     pos += 3
     has_will, will_qos, has_name, has_password = flags & 4, flags >> 3 & 3, flags & 0x80, flags & 0x40
-    if flags & 1 or will_qos == 3 or (not has_will and flags & 0x38):
+    # MQTT 3.1 reserves no flag, and says nothing of the will's without a will: Mosquitto takes both there.
+    if will_qos == 3 or (level != V31 and (flags & 1 or (not has_will and flags & 0x38))):
         raise ProtocolError(f"CONNECT flags {flags:#04x}")
     if has_password and not has_name and level != V5:
         raise ProtocolError("a password without a user name (MQTT-3.1.2-22)")
