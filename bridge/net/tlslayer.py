@@ -38,7 +38,8 @@ PIECE = 1 << 14  # bytes given to OpenSSL at a time: its buffers stay as large a
 EARLY = 1 << 16  # bytes that may wait while a step of the handshake is under way
 HELLO, RECORDS = 1 << 14, 8  # the most bytes of a ClientHello, of usually 0.3 to 2 KB, and its records
 RETRY = bytes.fromhex("cf21ad74e59a6111be1d8c021e65b891c2a211167abb8c5e079e09e2c8a8339c")  # section 4.1.3
-LINGER = 1.0  # seconds for the peer to close after our close_notify
+LINGER = 1.0  # seconds of silence after our close_notify until the connection is closed,
+LONGEST = 10.0  # and the most that they may take if the peer goes on sending
 AT_A_TIME = 32  # handshakes in front of the thread: enough that it need not wait for the event loop
 TOGETHER = 0.005  # seconds after which the event loop hears what the thread has done
 
@@ -150,9 +151,9 @@ class TlsLayer(asyncio.Transport, asyncio.Protocol):
     """The server's side of one TLS connection."""
 
     __slots__ = (
-        "_begun", "_busy", "_closing", "_context", "_early", "_ended", "_handshakes", "_handshaking", "_held",
-        "_hello_due", "_incoming", "_linger", "_lost", "_open", "_outgoing", "_protocol", "_read", "_ssl",
-        "_transport", "_turn", "_write",
+        "_begun", "_busy", "_closing", "_context", "_early", "_ended", "_handshakes", "_handshaking",
+        "_heard", "_held", "_hello_due", "_incoming", "_linger", "_lost", "_open", "_outgoing", "_protocol",
+        "_read", "_ssl", "_transport", "_turn", "_until", "_write",
     )  # fmt: skip
 
     def __init__(
@@ -179,6 +180,7 @@ class TlsLayer(asyncio.Transport, asyncio.Protocol):
         self._lost: tuple[Exception | None] | None = None  # the connection, before a step was over
         self._turn: asyncio.Future[None] | None = None
         self._linger: asyncio.TimerHandle | None = None
+        self._heard, self._until = False, 0.0  # after our close_notify: whether the peer still sends
 
     # -- the handshake ------------------------------------------------------------
 
@@ -278,7 +280,9 @@ class TlsLayer(asyncio.Transport, asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if not self._open:
-            if not self._closing:
+            if self._closing:
+                self._heard = True
+            else:
                 self._early += data
                 if not self._busy:
                     self._shake()
@@ -412,6 +416,7 @@ class TlsLayer(asyncio.Transport, asyncio.Protocol):
         with contextlib.suppress(OSError, RuntimeError):  # the peer has gone
             self._transport.write_eof()
             self._transport.resume_reading()
+        self._until = asyncio.get_running_loop().time() + LONGEST
         self._linger = asyncio.get_running_loop().call_later(LINGER, self._silent)
 
     def abort(self) -> None:
@@ -427,7 +432,9 @@ class TlsLayer(asyncio.Transport, asyncio.Protocol):
 
     def _silent(self) -> None:
         """The peer had its time; what it has not taken yet is the protocol's to give up."""
-        if self._transport.get_write_buffer_size():
+        heard, self._heard = self._heard, False
+        heard = heard and asyncio.get_running_loop().time() < self._until
+        if heard or self._transport.get_write_buffer_size():
             self._linger = asyncio.get_running_loop().call_later(LINGER, self._silent)
         else:
             self._transport.abort()

@@ -43,6 +43,7 @@ class WebSocket(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._unread = b""
         self._open = self._closing = False
+        self._over = False  # FIN was sent
         self._left = self._done = 0  # payload bytes of the current data frame: to come, and passed on
         self._mask = b"\0\0\0\0"
         self._begun = False  # whether the last frame of a message is still to come
@@ -70,7 +71,9 @@ class WebSocket(asyncio.Protocol):
         return False
 
     def data_received(self, data: bytes) -> None:
-        if self._closing:
+        if self._over:
+            self._inner.data_received(b"")  # the end goes on as long as the client sends
+        if self._closing or self._over:
             return
         if not self._open:
             data, self._unread = self._unread + data, b""
@@ -117,7 +120,13 @@ class WebSocket(asyncio.Protocol):
         return self._closing or self._transport.is_closing()
 
     def can_write_eof(self) -> bool:
-        return False  # a WebSocket is closed by a frame
+        return self._transport.can_write_eof()
+
+    def write_eof(self) -> None:
+        """Send a close frame and FIN. What comes after that is discarded, frames or not."""
+        self._say_why(TOO_BIG if self._inner.reason == PACKET_TOO_LARGE else NORMAL)
+        self._over = True
+        self._transport.write_eof()
 
     def pause_reading(self) -> None:
         self._held = True
@@ -240,10 +249,13 @@ class WebSocket(asyncio.Protocol):
 
     def _end(self, code: int) -> None:
         if not self.is_closing():
-            if self._open:
-                self._transport.write(_frame_header(CLOSE, 2) + code.to_bytes(2, "big"))
+            self._say_why(code)
             self._closing = True
             self._transport.close()
+
+    def _say_why(self, code: int) -> None:
+        if self._open and not self._over:
+            self._transport.write(_frame_header(CLOSE, 2) + code.to_bytes(2, "big"))
 
 
 def _frame_header(opcode: int, length: int) -> bytes:
