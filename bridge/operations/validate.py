@@ -94,6 +94,6 @@ def segment_size(definition: MessageStreamDefinition) -> InvalidDefinition | Non
 def _unbindable(topic_filter: str) -> str | None:
     """Why a stream cannot have this filter among its topics; None if it can."""
     first = topic_filter.partition("/")[0]
-    if (mistake := filter_mistake(topic_filter)) is None and (first[:1] == "$" or first == REQUEST_LEVEL):
+    if (mistake := filter_mistake(topic_filter)) is None and first in ("$SYS", REQUEST_LEVEL):
         return f"{topic_filter!r}: topics below {first}/ belong to the broker, and no stream stores them"
     return mistake

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import struct
 
+import pytest
+
+from bridge.errors import InvalidRequest
+
 from .harness import PING, PLAIN, Bridge, Packet, ack, bridge_test, decoded, publish
 
 
@@ -154,6 +158,29 @@ async def test_will_and_retain_reach_the_stream(bridge: Bridge) -> None:
     polite.disconnect()
     assert await polite.closed()
     assert await bridge.payloads() == [b"gone"]
+
+
+@bridge_test
+async def test_streams_take_topics_below_a_dollar_that_they_name(bridge: Bridge) -> None:
+    bridge.stream("shadows", "$aws/things/+/shadow/#", "$vendor/a")
+    bridge.stream("all", "#", "+/a")
+    subscriber = await bridge.connect("s")
+    await subscriber.subscribe(("$aws/#", 1))
+    client = await bridge.connect("c", level=5, will=("$aws/things/t/shadow/will", b"gone", 1))
+    topics = ["$aws/things/t/shadow/update", "$vendor/a", "$aws/things/t/shadow"]
+    for number, topic in enumerate(topics, 1):
+        answer = await client.exchange(publish(topic, b"%d" % number, number % 2 + 1, number, level=5))
+        assert answer.body == bytes((0, number)), "success"
+    client.abort()
+    assert [(await subscriber.message()).payload for _ in range(3)] == [b"1", b"3", b"gone"]
+    assert [message.topic.decode() for message in await bridge.stored("shadows")] == [
+        *topics,
+        "$aws/things/t/shadow/will",
+    ]
+    assert await bridge.payloads("all") == [], "wildcards match no topic below `$`"
+    for topic in ("$SYS/#", "$SYS", "$share/g/a", "streambridge/a"):
+        with pytest.raises(InvalidRequest):
+            bridge.stream("no", topic)
 
 
 @bridge_test

@@ -87,7 +87,7 @@ async def test_who_asks_at_connect_learns_where_each_message_is(bridge: Bridge) 
         assert answer_of(got) == Answer(0x50 if number % 2 else 0x40, 0, [f"s {number - 1} false"], "")
     both = await ask(client, message(topic="in/both", number=7))
     assert both.receipt == ["another 0 false", "s 6 false"]
-    assert await client.exchange(message(topic="plain", number=8)) == Packet(0x40, b"\0\x08"), "no stream"
+    assert await client.exchange(message(topic="plain", number=8)) == Packet(0x40, b"\0\x08\x10"), "no stream"
     assert [one.sequence_number for one in await bridge.stored()] == list(range(7))
 
 
@@ -114,7 +114,7 @@ def test_others_get_acknowledgements_as_ever(tmp_path: Path, properties: p.Prope
     test(tmp_path)
 
 
-RULES = [AccessRule(publish=["in/#", "full", "streams/#"])]
+RULES = [AccessRule(publish=["in/#", "full", "streams/#", "plain/#"])]
 
 
 @bridge_test(acl=RULES, retained_messages=1)
@@ -126,10 +126,10 @@ async def test_a_refusal_says_why(bridge: Bridge) -> None:
         ("full", 0x97, "full"),
         ("streams/typo", 0x90, "there is no stream 'typo'"),
         ("elsewhere", 0x87, "it may not publish on 'elsewhere'"),
-        ("in/b", 0x97, "retained_messages = 1"),
+        ("plain/b", 0x97, "retained_messages = 1"),
     ):
         for qos in (1, 2):
-            got = await ask(client, message(topic=topic, qos=qos, number=9, retain=topic == "in/b"))
+            got = await ask(client, message(topic=topic, qos=qos, number=9, retain=topic == "plain/b"))
             assert got[:3] == (0x30 + qos * 0x10, reason, [])
             assert why in got.why
     for properties in ({p.REQUEST_PROBLEM_INFO: 0}, {p.MAXIMUM_PACKET_SIZE: 30}):
@@ -199,7 +199,7 @@ async def test_a_wrong_id_is_refused_with_a_reason_and_nothing_is_stored(bridge:
     assert (bridge.stat("rejected_invalid"), bridge.stat("dropped_invalid")) == (6, 3)
     assert await bridge.stored() == []
     assert (await ask(client, message(b"x", b"x" * 255))).receipt == ["s 0 false"]
-    assert await client.exchange(message(b"x", b"a", b"a", topic="plain")) == Packet(0x40, b"\0\1")
+    assert await client.exchange(message(b"x", b"a", b"a", topic="plain")) == Packet(0x40, b"\0\1\x10")
 
 
 @bridge_test
