@@ -12,7 +12,7 @@ from .settings import KEPT, KIN_SEGMENT
 from .shares import crowd
 
 if TYPE_CHECKING:
-    from .clients import Client, Device
+    from .clients import Client
     from .world import World
 
 LARGE = 900_000  # bytes
@@ -61,19 +61,15 @@ class Features:
             body = f"{who.name} {len(who.messages)} flood ".encode()
             who.publish(f"flood/{device}", body + b"." * 8000, 0)
 
-    def may_retain(self, who: Device) -> bool:
-        """Whether a device goes on if its retained message is refused: with MQTT 3.1.1 it cannot know."""
-        return who.v5 or not self.world.plan.tight
-
     def hoard(self, device: int, number: int) -> None:
         who = self.world.devices[device]
-        for n in range(number) if self.may_retain(who) else ():
+        for n in range(number):
             body = f"{who.name} {len(who.messages)} hoarded".encode()
             who.publish(f"{KEPT[n % len(KEPT)]}/kept/{device}/{n}", body, 1, retain=True)
 
     def churn(self, device: int, number: int) -> None:
         who = self.world.devices[device]
-        for n in range(number if self.may_retain(who) else 0):
+        for n in range(number):
             body = f"{who.name} {len(who.messages)} large ".encode()
             who.publish(
                 f"state/kept/{device}", body + b"." * (LARGE if n < number - 1 else 0), 1, retain=True

@@ -191,7 +191,7 @@ class SessionChecks:
     def _retained(self) -> None:
         """A topic keeps the newest message that was acknowledged, or one that was sent after it.
 
-        Unless the client with most of them has made room for another (docs/adr/0034).
+        Unless the client with most of them has made room for another, or got none (docs/adr/0034).
         """
         world, checks = self.world, self._checks
         filters = [("live/1/kept/#", 1), *((f"{family}/kept/#", 1) for family in KEPT)]

@@ -149,7 +149,7 @@ class World:
                 self.tell(f"    log: {record.levelname.lower()}: {stream}{': ' if stream else ''}{text}")
             if stream and record.levelno == logging.WARNING:
                 self.checks.repaired(stream, text)
-            if text.startswith("the retained message on"):
+            if text.startswith("the retained message on") or "not retained: no room" in text:
                 self.checks.sessions.displaced = True
             if record.exc_info and record.exc_info[1] is not None:
                 if isinstance(record.exc_info[1], kernels.Killed):
@@ -339,7 +339,7 @@ class World:
 
     def _do_retain(self, device: int, number: int) -> None:
         who = self.devices[device]
-        for _ in range(number if self.features.may_retain(who) else 0):
+        for _ in range(number):
             body = f"{who.name} {len(who.messages)} retained".encode()
             who.publish(f"live/1/kept/{device}", body, 1, retain=True)
 

@@ -37,7 +37,6 @@ from bridge.mqtt.broker.inbox import reason_of
 from bridge.mqtt.broker.message import Message, expiry_of, headers_of
 from bridge.mqtt.broker.replay import Unstored, digest_of
 from bridge.mqtt.broker.reports import HOUR
-from bridge.mqtt.broker.router import NOBODY
 from bridge.mqtt.broker.unmatched import Unmatched
 from bridge.mqtt.wire import answers
 from bridge.mqtt.wire.packets import (
@@ -136,10 +135,9 @@ class Publisher:
         if (route.delivers or packet.head & 1) and not route.request and not route.ignored:
             began = self._turns.begin()
             packet_id = number if qos == 2 and session.persistent else 0
-            holder = session.identity.holder if packet.head & 1 else NOBODY
+            holder = session.identity.holder if packet.head & 1 and not full else None
             if full:
-                self._not_retained(session.identity.label, holder, full)
-            holder = None if full else holder
+                self._not_retained(session.identity.label, session.identity.holder, full)
             message = self._message(packet, places)
             if self._router.publish(route, message, session, packet_id, holder=holder):
                 batch.touched[self._journal] = None

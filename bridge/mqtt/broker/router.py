@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from bridge.access.rules import Holder
 from bridge.mqtt.broker.feeds import Feeds
 from bridge.mqtt.broker.memory import size_of_filter
 from bridge.mqtt.broker.message import Receiver, Subscription, receiver_of
@@ -22,6 +21,7 @@ from bridge.topics import REQUEST_LEVEL, SHARE, FilterTree, Remembered, is_topic
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from bridge.access.rules import Holder
     from bridge.clock import Clock
     from bridge.mqtt.broker.journal import Journal
     from bridge.mqtt.broker.message import Message
@@ -38,7 +38,6 @@ BRIDGE_STATE = "$SYS/broker/connection/"
 RESERVED = ("$SYS/", SHARE, REQUEST_LEVEL + "/")
 ROUTE = 500  # bytes of a route,
 RECEIVER = 150  # and of one of its receivers
-NOBODY = Holder()
 PRUNED = 50  # filters taken out of the tree between two looks at the clock
 
 
@@ -234,12 +233,12 @@ class Router:
         origin: Session | None = None,
         packet_id: int = 0,
         *,
-        holder: Holder | None = NOBODY,
+        holder: Holder | None = None,
         keep_copies: bool = False,
     ) -> bool:
         """Give a message to all receivers, and keep it if it is retained. The caller appends it to streams.
 
-        `holder`: who a retained message counts for; None: it is not retained, because there is no room.
+        `holder`: who a retained message counts for; None: it is not retained.
 
         `packet_id`: of QoS 2, from a persistent session; the journal has it in use with the message.
         `keep_copies`: the journal keeps what persistent sessions are to be sent, also on a stream topic.
