@@ -51,10 +51,10 @@ async def log_in(bridge: Bridge, user: str, client_id: str = "", **options: Any)
 
 
 async def retain(client: Client, topic: str, payload: bytes = b"x", **options: Any) -> bytes:
-    """Set a retained message; returns what PUBACK says of it."""
+    """Set a retained message to which nobody subscribes; returns a refusal in its PUBACK, else 0."""
     packet = await client.exchange(publish(topic, payload, 1, 1, retain=True, level=V5, **options))
     assert packet.head == 0x40
-    return packet.body[2:3] or b"\0"
+    return b"\0" if packet.body[2:3] == b"\x10" else packet.body[2:3]
 
 
 async def retained(bridge: Bridge) -> set[str]:

@@ -132,7 +132,7 @@ async def test_subscriptions_and_retained_messages_are_bounded(bridge: Bridge) -
     await client.connect("new", level=V5, properties=PLAIN)
     for number in range(15):
         sent = publish(f"on/{number}", b"x", 1 + number % 2, number + 1, retain=True, level=V5)
-        assert (await client.exchange(sent)).body[2:] == (b"" if number < 10 else b"\x97"), number
+        assert (await client.exchange(sent)).body[2:] == (b"\x10" if number < 10 else b"\x97"), number
     assert (bridge.stat("retained"), bridge.stat("rejected_retained")) == (10, 5)
 
 
@@ -176,7 +176,8 @@ def test_a_limit_of_retained_messages_stops_no_message(
 async def test_retained_messages_are_bounded_by_their_bytes(bridge: Bridge) -> None:
     async def retain(name: str, size: int) -> int:
         sent = publish(f"last/{name}", bytes(size), 1, 1, retain=True, level=V5)
-        return int.from_bytes((await client.exchange(sent)).body[2:3])
+        code = (await client.exchange(sent)).body[2]
+        return 0 if code == 0x10 else code  # nobody subscribes
 
     client = await bridge.open()
     await client.connect("c", level=V5)
