@@ -95,11 +95,16 @@ def test_the_page_counts_messages_as_rejected_and_connections_as_refused_as_the_
         assert nameless.recv(4) == b"\x20\x02\x00\x02"
     with service.device("display") as client:
         client.publish("kept/a", b"1", qos=1, retain=True).wait_for_publish(60)
-        client.publish("kept/c", b"1", qos=1, retain=True)
-        browser.until(f"{row('drops', 'rejected: retained')}")
+        client.publish("kept/c", b"1", qos=1, retain=True).wait_for_publish(60)
+        browser.until(f"{row('drops', 'taken, but not retained')}")
+        browser.see("location.hash = '#/clients'")
+        browser.until(row("unmatched", 'topics = ["kept/c"]'))
+        browser.see("location.hash = '#/'")
+        client.publish("streams/typo", b"1", qos=1)
+        browser.until(f"{row('drops', 'rejected: no stream')}")
     assert browser.see(f"{row('drops', 'refused: connects')}.children[0].innerText") == "mqtt"
     metrics = service.request("/metrics")[2].decode()
-    assert 'streambridge_rejected_messages_total{front_end="mqtt",reason="retained"}' in metrics
+    assert 'streambridge_rejected_messages_total{front_end="mqtt",reason="no_stream"}' in metrics
     assert 'streambridge_refused_total{front_end="mqtt",reason="connects"}' in metrics
     tile = "[...document.querySelectorAll('#tiles > div')].find((one) => one.innerText.includes('Lost'))"
     browser.until(f"!{tile}.innerText.includes('\\n0\\n')")

@@ -171,6 +171,7 @@ function showOverview(now) {
     for (const [what, n] of Object.entries(counts)) {
       const [, kind, why] = /^(dropped|rejected|refused)_(.*)$/.exec(what) || [];
       if (kind && n) lines.push([frontEnd, `${kind}: ${spoken(why)}`, n, kind === "refused"]);
+      if (what === "not_retained" && n) lines.push([frontEnd, "taken, but not retained", n, true]);
       if (what === "ended_sessions" && n) lines.push([frontEnd, "sessions ended by a limit", n, false]);
     }
   drops.show(asDropRows(lines));
