@@ -16,7 +16,6 @@ The entries of an account:
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import re
 import ssl
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from msgspec import Struct
 
 from bridge.access.rules import AccessRule, Role
 from bridge.errors import ConfigError
+from bridge.net.addresses import parse
 
 # The kinds of alternative names (RFC 5280, 4.2.1.6) as Python's ssl calls them.
 _KINDS = {"DNS": "dns", "URI": "uri", "email": "email", "IP Address": "ip"}
@@ -173,7 +173,7 @@ def _entry(text: str) -> str | None:
             return f"sha256:{digits}" if _FINGERPRINT.fullmatch(digits) else None
         case "ip":
             try:
-                return f"ip:{ipaddress.ip_address(name)}"
+                return f"ip:{parse(name)}"
             except ValueError:
                 return None
         case "dns" | "email" as known:

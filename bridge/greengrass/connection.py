@@ -35,7 +35,7 @@ from bridge.audit import Origin, record
 from bridge.errors import StreamBridgeError, StreamError
 from bridge.greengrass import operations, wire
 from bridge.greengrass.wire import HEADER, Op, ResponseStatus
-from bridge.net.addresses import network_of
+from bridge.net.addresses import network_of, peer_of
 from bridge.net.flow import Flow
 from bridge.net.limits import descriptor_of
 from bridge.operations.catalog import READ, Found
@@ -99,8 +99,8 @@ class Connection(Flow):
     # -- called by the transport ------------------------------------------------------------
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
-        peer = transport.get_extra_info("peername")
-        self.host, self.address = str(peer[0]), f"{peer[0]}:{peer[1]}"
+        self.host, port = peer_of(transport)
+        self.address = f"{self.host}:{port}"
         self.socket = transport.get_extra_info("socket")
         self.transport.set_write_buffer_limits(high=UNSENT)
         self._timer = self._loop.call_later(

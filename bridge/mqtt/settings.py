@@ -7,7 +7,6 @@ backticks, so that the configuration can report it with its line.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 from urllib.parse import urlsplit
@@ -19,7 +18,7 @@ from bridge.access.accounts import Account
 from bridge.access.rules import AccessRule, Role
 from bridge.model import KIB, MIB
 from bridge.mqtt.mappings import Mapping
-from bridge.net.addresses import is_loopback
+from bridge.net.addresses import is_loopback, normal, parse_network
 from bridge.net.brokers import is_secure, url_mistake
 from bridge.net.budgets import Budget
 from bridge.printable import without_credentials
@@ -72,7 +71,7 @@ def _parsed(url: str) -> Address | None:
         return None
     if parts.scheme not in SCHEMES or not parts.hostname or parts.path.strip("/") or parts.username:
         return None
-    return Address(parts.scheme, parts.hostname, SCHEMES[parts.scheme] if port is None else port)
+    return Address(parts.scheme, normal(parts.hostname), SCHEMES[parts.scheme] if port is None else port)
 
 
 class TlsSettings(Struct, frozen=True, kw_only=True):
@@ -184,7 +183,7 @@ class ListenerTable(Struct, frozen=True, kw_only=True):
         mistakes = []
         for network in self.proxy_protocol:
             try:
-                ip_network(network)
+                parse_network(network)
             except ValueError as error:
                 mistakes.append(f"`proxy_protocol`: {error}; write it like 10.0.0.0/8 or 10.0.0.7")
         if mistakes:

@@ -1,7 +1,14 @@
-"""Addresses of listeners, and networks of clients."""
+"""Addresses of listeners and clients, in one normal form, and networks of clients.
+
+An IPv4 address within IPv6 (`::ffff:127.0.0.1`, RFC 4291 section 2.5.5.2) is the IPv4 address: it is the same
+machine, whatever socket its program uses. The JVM uses sockets of IPv6 for IPv4 too. So every address that
+comes from a socket, a header, a certificate, an operator or the configuration passes one of the functions
+here before it is compared, and every network passes `parse_network`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 from collections.abc import Iterable
 from contextlib import suppress
@@ -9,7 +16,45 @@ from functools import lru_cache
 
 from bridge.printable import without_credentials
 
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+IPV4_IN_IPV6 = ipaddress.IPv6Network("::ffff:0:0/96")
+
+
+def parse(address: str | bytes) -> IPAddress:
+    """Return the normal form of an address, as text or packed; a zone is left out. Raises ValueError."""
+    found = ipaddress.ip_address(address)
+    if isinstance(found, ipaddress.IPv4Address):
+        return found
+    return found.ipv4_mapped or ipaddress.IPv6Address(found.packed)
+
+
+def parse_network(network: str, *, strict: bool = True) -> Network:
+    """Return the normal form of a network such as 10.0.0.0/8. Raises ValueError.
+
+    Unless `strict`, bits of an address within it may be set.
+    """
+    found = ipaddress.ip_network(network, strict=strict)
+    if isinstance(found, ipaddress.IPv6Network) and found.subnet_of(IPV4_IN_IPV6):
+        return ipaddress.IPv4Network((found.network_address.packed[12:], found.prefixlen - 96))
+    return found
+
+
+def normal(host: str) -> str:
+    """Return the normal form of an address with its zone, if it has one; any other text unchanged."""
+    if ":" not in host:
+        return host
+    try:
+        found = parse(host)
+    except ValueError:
+        return host
+    return str(found) if found.version == 4 else f"{found}{''.join(host.partition('%')[1:])}"
+
+
+def peer_of(transport: asyncio.BaseTransport) -> tuple[str, int]:
+    """Return the address and the port of a connection's other end; "local" and 0 for a UNIX socket."""
+    name = transport.get_extra_info("peername")
+    return (normal(str(name[0])), int(name[1])) if isinstance(name, tuple) else ("local", 0)
 
 
 def host_and_port(listen: str) -> tuple[str, int]:
@@ -17,7 +62,7 @@ def host_and_port(listen: str) -> tuple[str, int]:
     host, _, port = listen.removeprefix("tcp://").rpartition(":")
     if "/" in host or not (host and port.isascii() and port.isdecimal() and int(port) < 65_536):
         raise ValueError(f"{without_credentials(listen)!r} is not an address and port, host:port")
-    return host.strip("[]"), int(port)
+    return normal(host.strip("[]")), int(port)
 
 
 def check_listen(listen: str, example: str) -> None:
@@ -37,35 +82,28 @@ def check_listen(listen: str, example: str) -> None:
 
 
 @lru_cache(maxsize=1024)  # called several times per connection before its client has logged in
-def network_of(address: str) -> str:
-    """Return the network that counts as one client: an IPv4 address, an IPv6 /64, other text unchanged."""
-    if ":" not in address:
-        return address
+def network_of(address: str, ipv4_bits: int = 32, ipv6_bits: int = 64) -> str:
+    """Return the network of an address; by default, what counts as one client. Other text is unchanged."""
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        found = parse(address)
     except ValueError:
         return address
-    if isinstance(found, ipaddress.IPv6Address):
-        if found.ipv4_mapped is not None:
-            return str(found.ipv4_mapped)
-        return f"{ipaddress.IPv6Address(int(found) >> 64 << 64)}/64"
-    return str(found)
+    bits = ipv4_bits if found.version == 4 else ipv6_bits
+    return str(found) if bits == found.max_prefixlen else str(parse_network(f"{found}/{bits}", strict=False))
 
 
 def is_within(address: str, networks: Iterable[Network]) -> bool:
-    """Whether an address belongs to one of these networks; an IPv4 address may be written as IPv6."""
+    """Return whether an address belongs to one of these networks."""
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        found = parse(address)
     except ValueError:
         return False
-    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
-        found = found.ipv4_mapped
     return any(found in network for network in networks)
 
 
 def is_loopback(host: str) -> bool:
     """Return whether a host is this machine; an IPv6 address has no brackets."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return parse(host).is_loopback
     except ValueError:
         return host == "localhost"  # 127.evil.com may be another machine

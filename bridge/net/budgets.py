@@ -18,7 +18,6 @@ Connections and subscriptions are counted; any above the limit are refused.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Sequence
 from typing import Annotated, Generic, Literal, NamedTuple, TypeVar
 
@@ -77,14 +76,7 @@ class Budget(Struct, frozen=True, kw_only=True):
             return user
         if self.per == "address":
             return network_of(address)
-        try:
-            found = ipaddress.ip_address(address.partition("%")[0])
-        except ValueError:
-            return address
-        if isinstance(found, ipaddress.IPv6Address):
-            found = found.ipv4_mapped or found
-        bits = self.ipv4_prefix if found.version == 4 else self.ipv6_prefix
-        return str(ipaddress.ip_network((found, bits), strict=False))
+        return network_of(address, self.ipv4_prefix, self.ipv6_prefix)
 
 
 class Meter(Generic[T]):

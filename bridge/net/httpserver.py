@@ -27,7 +27,6 @@ next. Only a route that may wait for long (`while_connected`) reads on, to notic
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import re
 import socket
@@ -44,7 +43,7 @@ from typing import Any, NamedTuple, cast
 import h11
 import msgspec
 
-from bridge.net.addresses import host_and_port, network_of
+from bridge.net.addresses import host_and_port, network_of, parse, peer_of
 from bridge.net.flow import Flow
 from bridge.net.guests import Guests
 from bridge.net.limits import ConnectionLimits, descriptor_of
@@ -201,7 +200,7 @@ class HttpServer:
         if name.lower().rstrip(".") in self._names:
             return
         try:
-            ipaddress.ip_address(name)
+            parse(name)
         except ValueError:
             log.warning("rejected a request for host %.80r: it is not a name of this machine", host)
             raise HttpError(HTTPStatus.MISDIRECTED_REQUEST) from None
@@ -268,7 +267,7 @@ class HttpConnection(Flow):
         self._timer = self._loop.call_later(self._limits.head_timeout, self.finish, LINGER)
         self._server.connections.add(self)
         descriptor = descriptor_of(transport)
-        self.address = str((transport.get_extra_info("peername") or ("local",))[0])
+        self.address, _ = peer_of(transport)
         if self._server.counted.enter(self.address, descriptor):
             self.transport.abort()
 

@@ -19,7 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-Address = tuple[bytes, int]  # packed, and the port; an IPv4 address within IPv6 as IPv4
+from bridge.net.addresses import IPV4_IN_IPV6, parse
+
+Address = tuple[bytes, int]  # packed, in the normal form of `net.addresses`, and the port
 ESTABLISHED = 1
 
 # From linux/netlink.h, linux/sock_diag.h and linux/inet_diag.h. Addresses and ports have network order.
@@ -80,9 +82,11 @@ def ask_kernel(local: Address, remote: Address) -> Found | None:
         answer = kernel.recv(4096)
     if _HEADER.unpack_from(answer)[1] != _BY_FAMILY:  # an error, such as: no such socket
         return None
-    _, state, ports, its_own, other, uid, _ = _ANSWER.unpack_from(answer, _HEADER.size)
-    size = len(local[0])
-    if (its_own[:size], other[:size], ports) != (local[0], remote[0], _PORTS.pack(local[1], remote[1])):
+    # The family is that of the other socket: a client may have made one of IPv6 for its address of IPv4.
+    family, state, ports, its_own, other, uid, _ = _ANSWER.unpack_from(answer, _HEADER.size)
+    size = 4 if family == socket.AF_INET else 16
+    ends = parse(its_own[:size]).packed, parse(other[:size]).packed
+    if (*ends, ports) != (local[0], remote[0], _PORTS.pack(local[1], remote[1])):
         return None  # a listener
     return Found(state, uid)
 
@@ -99,14 +103,13 @@ def search(local: Address, remote: Address) -> int | None:
     return None
 
 
-_MAPPED = bytes(10) + b"\xff\xff"  # before an IPv4 address within IPv6 (RFC 4291 section 2.5.5.2)
+_MAPPED = IPV4_IN_IPV6.network_address.packed[:12]  # before an IPv4 address within IPv6
 
 
 def _address(name: tuple[str, int]) -> Address:
     """The address of a socket, as Python names it."""
     host, port = name[:2]
-    packed = socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host.partition("%")[0])
-    return packed.removeprefix(_MAPPED), port
+    return parse(host).packed, port
 
 
 def _written(address: Address, begin: bytes) -> str:

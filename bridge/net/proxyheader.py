@@ -15,8 +15,9 @@ accepted. Version 1, which is text of any length, is refused.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
+
+from bridge.net.addresses import parse
 
 SIGNATURE = b"\r\n\r\n\0\r\nQUIT\n"
 FIXED = 16  # bytes up to and including the length
@@ -56,9 +57,7 @@ def source(beginning: bytes, rest: bytes) -> str | None:
     size = STREAM.get(beginning[13], 0)
     if beginning[12] == LOCAL or not size:
         return None
-    found = ipaddress.ip_address(rest[:size])
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return str(mapped or found)
+    return str(parse(rest[:size]))
 
 
 async def read(sock: socket.socket) -> str | None:

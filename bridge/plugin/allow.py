@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct, field
 
+from bridge.net.addresses import normal
+
 # The export kinds of AWS IoT Greengrass Stream Manager's SDK (class ExportDefinition).
 SDK_KINDS = ("http", "iotAnalytics", "kinesis", "IotSitewise", "s3TaskExecutor")
 KINDS = (*SDK_KINDS, "consumer", "s3Delivery")  # the kinds that clients may define by default
@@ -103,4 +105,4 @@ def _origin(url: str, *, wildcard: bool = False) -> tuple[str, str, int] | None:
     pattern = r"(\*\.)?[a-z0-9._:-]+" if wildcard else r"[a-z0-9._:-]+"
     if parts.scheme not in _PORTS or parts.username is not None or not re.fullmatch(pattern, host):
         return None
-    return parts.scheme, host, port or _PORTS[parts.scheme]
+    return parts.scheme, normal(host), port or _PORTS[parts.scheme]

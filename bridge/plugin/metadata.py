@@ -12,12 +12,13 @@ Not covered: code other than Python, a `connect` to a name instead of an address
 from __future__ import annotations
 
 import errno
-import ipaddress
 import logging
 import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+from bridge.net.addresses import IPAddress, parse
 
 ADDRESSES = (
     "169.254.169.254",  # EC2 and most other clouds
@@ -34,7 +35,7 @@ _this_thread = threading.local()
 
 def deny(addresses: Iterable[str] = ADDRESSES) -> None:
     """Make connections to these addresses fail from now on, with PermissionError and an error in the log."""
-    denied = set(map(ipaddress.ip_address, addresses))
+    denied = set(map(parse, addresses))
 
     def audit(event: str, arguments: tuple[object, ...]) -> None:
         if event not in ("socket.connect", "socket.sendto") or getattr(_this_thread, "allowed", False):
@@ -59,9 +60,8 @@ def allowed() -> Iterator[None]:
         _this_thread.allowed = before
 
 
-def _address(host: object) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _address(host: object) -> IPAddress | None:
     try:
-        found = ipaddress.ip_address(str(host).partition("%")[0])
+        return parse(str(host))
     except ValueError:
         return None
-    return getattr(found, "ipv4_mapped", None) or found

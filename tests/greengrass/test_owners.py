@@ -59,7 +59,14 @@ def forbids(_local: Address, _remote: Address) -> Found | None:
 
 
 @pytest.mark.parametrize(
-    ("bound", "host"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1"), ("::", "::1")]
+    ("bound", "host"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("127.0.0.1", "::ffff:127.0.0.1"),
+        ("::1", "::1"),
+        ("::", "127.0.0.1"),
+        ("::", "::1"),
+    ],
 )
 @pytest.mark.parametrize("ask", [ask_kernel, lacks, forbids])
 def test_the_owner_of_the_other_end_is_found(bound: str, host: str, ask: Ask) -> None:

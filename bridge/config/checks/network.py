@@ -7,7 +7,6 @@ import os
 import socket
 import ssl
 from collections.abc import Iterator, Sequence
-from ipaddress import ip_network
 from urllib.parse import urlsplit
 
 from bridge.access.accounts import Account
@@ -16,7 +15,7 @@ from bridge.config.checks.context import CheckContext, Finding, existing
 from bridge.config.tomlfile import Keys
 from bridge.config.tomlstruct import dotted
 from bridge.mqtt.settings import parse_address
-from bridge.net.addresses import host_and_port, is_loopback
+from bridge.net.addresses import host_and_port, is_loopback, parse_network
 from bridge.net.listening import place, refusal
 from bridge.streams.store import is_running
 
@@ -94,7 +93,7 @@ def proxies(context: CheckContext) -> Iterator[Finding]:
     """Report listeners where everybody counts as a proxy, and may claim any address."""
     for number, one in enumerate(context.config.mqtt.listener):
         for network in one.proxy_protocol:
-            if ip_network(network).prefixlen == 0:
+            if parse_network(network).prefixlen == 0:
                 yield context.error(
                     ("mqtt", "listener", number, "proxy_protocol"),
                     f"{network!r} lets every machine claim any address; list the addresses of your proxies",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from bridge.config.checks.context import CheckContext, DeclaredExport, Finding
 from bridge.config.tomlfile import Keys
 from bridge.mqtt.settings import BrokerSettings, parse_address
-from bridge.net.addresses import is_loopback
+from bridge.net.addresses import is_loopback, normal
 from bridge.net.brokers import host_and_port
 from bridge.topics import overlap
 
@@ -138,7 +138,7 @@ def _filter_of(text: str) -> str:
 
 def _place_of(url: str) -> tuple[str, int]:
     host, port = host_and_port(url)
-    return ("localhost" if is_loopback(host) else host.lower()), port
+    return ("localhost" if is_loopback(host) else normal(host.lower())), port
 
 
 def _own_places(context: CheckContext) -> set[tuple[str, int]]:

@@ -7,13 +7,13 @@ an operator frees it by deleting the session.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import re
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import InvalidRequest
 from bridge.mqtt.server.server import certificate_of
 from bridge.mqtt.wire.packets import V5, V31, V311
+from bridge.net.addresses import Network, is_within, parse_network
 from bridge.net.connected import Connected
 from bridge.net.crl import certified
 
@@ -60,7 +60,7 @@ class ServerClients:
                 and session.line is conn.inbox.line
                 and asked.client in (None, session.client_id)
                 and asked.user in (None, session.identity.user)
-                and (network is None or _is_in(conn.address, network))
+                and (network is None or is_within(conn.address, [network]))
                 and (digits is None or _shows(conn, digits))
             ):
                 self._server.broker.disconnect(session)
@@ -95,23 +95,14 @@ def _digits(certificate: str) -> str:
     return digits
 
 
-def _network(address: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+def _network(address: str) -> Network:
     try:
-        return ipaddress.ip_network(address, strict=False)
+        return parse_network(address, strict=False)
     except ValueError:
         raise InvalidRequest(
             f"the request: `address`: {address[:100]!r} is not an address; give one like 192.0.2.7 or "
             "192.0.2.0/24"
         ) from None
-
-
-def _is_in(address: str, network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> bool:
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = getattr(found, "ipv4_mapped", None)
-    return found in network or (mapped is not None and mapped in network)
 
 
 def _shows(conn: Member, digits: str) -> bool:

@@ -53,7 +53,7 @@ from bridge.mqtt.wire.packets import (
     properties_at,
     text,
 )
-from bridge.net.addresses import is_loopback
+from bridge.net.addresses import is_loopback, peer_of
 from bridge.net.budgets import Refusal
 from bridge.topics import is_topic_name
 
@@ -149,8 +149,7 @@ class Connection(Source):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
-        peer = transport.get_extra_info("peername")
-        self.address = str(peer[0]) if isinstance(peer, tuple) else "local"
+        self.address, _ = peer_of(transport)
         runtime = self.connections.runtime
         self.heard = runtime.now()
         self._timer = self._in_time()

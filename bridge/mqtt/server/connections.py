@@ -16,7 +16,6 @@ import asyncio
 import logging
 import ssl
 from functools import partial
-from ipaddress import ip_network
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bridge.access.proofs import of_plugin
@@ -24,7 +23,7 @@ from bridge.access.revocations import Revocations
 from bridge.mqtt.server.reads import Reads
 from bridge.mqtt.server.traffic import Traffic
 from bridge.mqtt.wire.packets import ADMINISTRATIVE_ACTION
-from bridge.net.addresses import is_within
+from bridge.net.addresses import is_within, parse_network
 from bridge.net.budgets import Budget, Budgets, Refusal
 from bridge.net.crl import Crls
 from bridge.net.guests import Guests
@@ -66,7 +65,7 @@ class Listener:
         self.settings, self.access, self.context = settings, access, context
         self.revocations = revocations
         self.name, self.limits = settings.name, settings.limits
-        self.proxies = tuple(map(ip_network, settings.proxy_protocol))
+        self.proxies = tuple(map(parse_network, settings.proxy_protocol))
         self.asks = (
             context is not None and context.verify_mode is ssl.CERT_REQUIRED
         )  # clients for certificates

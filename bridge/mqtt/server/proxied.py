@@ -13,6 +13,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from bridge.net import proxyheader
+from bridge.net.addresses import normal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +70,7 @@ class ProxyServer:
                 self._loop.call_later(RETRY_INTERVAL, self._watch, listening)
                 return
             sock.setblocking(False)
-            self._accepted(sock, str(peer[0]))
+            self._accepted(sock, normal(str(peer[0])))
 
     def _accepted(self, sock: socket.socket, address: str) -> None:
         conn, protocol = self._factory()
