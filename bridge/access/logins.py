@@ -155,6 +155,11 @@ class Access:
         """Return whether there are users. Without a users file, every client is anonymous."""
         return bool(self._users)
 
+    @property
+    def has_rules(self) -> bool:
+        """Return whether there are rules or roles. Without any, everybody may do everything."""
+        return self._rules is not None
+
     def knows(self, user: str) -> bool:
         """Whether there is a user of this name."""
         return user in self._users

@@ -26,7 +26,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import cbor2
 
@@ -42,7 +42,7 @@ from bridge.operations.catalog import READ, Found
 
 if TYPE_CHECKING:
     from bridge.access.rules import Identity
-    from bridge.greengrass.frontend import Admitted, GreengrassFrontEnd
+    from bridge.greengrass.frontend import GreengrassFrontEnd
     from bridge.operations.catalog import Read
     from bridge.operations.reading import ReadMessagesOptions
     from bridge.streams.stream import Stream
@@ -58,6 +58,20 @@ PEEK = 4 * 1024  # bytes of a frame that is not decoded that are searched for it
 MAX_ID = 1024  # characters of a requestId; it is in memory until its request is answered
 MAX_READS = 10_000  # reads of one client that wait or are being answered
 UNSENT = 256 * 1024  # bytes written but not sent, above which no further read begins
+
+
+class Admitted(NamedTuple):
+    """Who a client is, and why: by the digest of its token, or, if that is empty, by its local user.
+
+    `mapped`: by an entry of `greengrass.users`, so never without rules. `trusted`: root or the service's own
+    user, which could read the tokens and the streams' files anyway.
+    """
+
+    user: str
+    token: bytes
+    why: str
+    mapped: bool = False
+    trusted: bool = False
 
 
 class Phase(enum.Enum):
@@ -260,11 +274,10 @@ class Connection(Flow):
             return
         self._version = version
         token = request.get("authToken")
-        if isinstance(token, str) and self._front.asks_for(token):
-            self._show_token(request_id, token)
-        else:
+        token = token if isinstance(token, str) and self._front.asks_for(token) else ""
+        if not (token and self._is_proven(request_id, token)):
             self.hold("owner")
-            self._front.spawn(self._find_owner(request_id))
+            self._front.spawn(self._identify(request_id, token))
 
     def _admit(self, request_id: str, admitted: Admitted) -> None:
         self.admitted = admitted
@@ -274,51 +287,61 @@ class Connection(Flow):
         self._front.guests.leave(self, self.host)
         self._watch()
         answer = {"protocolVersion": self._version, "clientIdentifier": self.address}
-        record("login", origin=self.caller.origin, user=self.caller.user)
+        record("login", origin=self.caller.origin, user=self.caller.user, why=admitted.why)
         self._connected(request_id, {"status": 0, **answer})
 
-    def _show_token(self, request_id: str, token: str) -> None:
-        """Admit the client, or refuse it; each wrong token from its network delays the answer more.
+    def _is_proven(self, request_id: str, token: str) -> bool:
+        """Admit a client with a token that was right before, and still is.
 
-        A token that was right before is no guess, so that wrong ones from the same address, such as loopback,
-        do not keep its client out. If it has been removed since, it is like any other wrong one.
+        That is no guess, so wrong ones from the same address, such as loopback, do not keep its client out.
+        If it has been removed since, it is like any other wrong one.
         """
         front, network = self._front, network_of(self.host)
-        if front.proven.has(network, token) and not isinstance(found := front.admit(token), str):
-            front.proven.add(network, token)
-            self._admit(request_id, found)
-            return
-        if not front.guesses.begin(network):
-            self._refuse(
-                request_id, ResponseStatus.UNAUTHORIZED, "too many wrong tokens from this address; try later"
-            )
-            return
-        found = front.admit(token)
-        if isinstance(found, str):
-            front.guesses.end(network, self._refuse_late(request_id, found))
-        else:
-            front.guesses.end(network)
-            front.guesses.right(network)
-            front.proven.add(network, token)
-            self._admit(request_id, found)
+        if not front.proven.has(network, token) or isinstance(found := front.admit(token), str):
+            return False
+        front.proven.add(network, token)
+        self._admit(request_id, found)
+        return True
 
-    async def _find_owner(self, request_id: str) -> None:
-        """Admit a client without a token, or refuse it, as late as one with a wrong token.
+    async def _identify(self, request_id: str, token: str) -> None:
+        """Admit the client by its token or its owner, or refuse it; each wrong token delays the answer more.
 
-        Unlike those, any number of them are looked at: others must not keep root's own clients out.
+        Any number of clients without a token are looked at: others must not keep root's own clients out. Nor
+        does an unknown token keep out a client whose owner needs none, and it waits for nothing. But only so
+        many of its tokens are looked at, unless it is trusted: otherwise it could guess those of other users.
         """
-        found = await self._front.admit_owner(self)
+        front, network = self._front, network_of(self.host)
+        owned, owner = await front.admit_owner(self)
         if self._phase is not Phase.NEW:
             return
-        if isinstance(found, str):
-            self._refuse_late(request_id, found)
-        else:
+        key, trusted = network, False
+        if isinstance(owned, Admitted):
+            key, trusted = f"local user {owner}", owned.trusted
+        looks = bool(token) and (trusted or front.guesses.begin(key))
+        found = front.admit(token) if looks else ""
+        delay = 0.0
+        if isinstance(found, Admitted):
+            front.guesses.right(key)
+            front.proven.add(network, token)
             self._admit(request_id, found)
+        elif isinstance(owned, Admitted) and not found:
+            delay = front.guesses.wrong(key) if looks and not trusted else 0.0
+            self._admit(request_id, owned)
+        elif token and not looks:
+            text = "too many wrong tokens from this address; try later"
+            self._refuse(request_id, ResponseStatus.UNAUTHORIZED, text)
+        else:
+            unknown = "the token is not in greengrass.token_file, nor in greengrass.tokens_file; "
+            why = found or (unknown if token else "") + str(owned)
+            delay = self._refuse_late(request_id, why, key)
+        if looks and not trusted:
+            front.guesses.end(key, delay)
+        if self._phase is Phase.OPEN:
             self.release("owner")
 
-    def _refuse_late(self, request_id: str, why: str) -> float:
+    def _refuse_late(self, request_id: str, why: str, key: str) -> float:
         """Refuse the client after a delay, which is returned."""
-        delay = self._front.guesses.wrong(network_of(self.host))
+        delay = self._front.guesses.wrong(key)
         self.hold("token")
         self._loop.call_later(delay, self._refuse, request_id, ResponseStatus.UNAUTHORIZED, why)
         return delay

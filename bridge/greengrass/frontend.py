@@ -1,10 +1,14 @@
 """`GreengrassFrontEnd`: the Stream Manager protocol on TCP.
 
-A client must show a token, unless its process belongs to root or to the service's own user on this machine.
-`tokens_file` has tokens with their users; the token in `token_file` is that of `greengrass.user`, and so are
-processes without one. The files are read at each connect, so a token can be changed at any time; a reload
-ends the connections of tokens that are gone. If a file cannot be read or is empty, no token in it is right.
-The rules and roles of its user say what a client may do.
+A client must show a token, unless its process belongs to root, to the service's own user, or to a local user
+of `greengrass.users` on this machine. `tokens_file` has tokens with their users; the token in `token_file` is
+that of `greengrass.user`, and so are processes of root and of the service without one. The files are read at
+each connect, so a token can be changed at any time; a reload ends the connections of tokens that are gone. If
+a file cannot be read or is empty, no token in it is right. The rules and roles of its user say what a client
+may do.
+
+An unknown token decides nothing. Under a Greengrass nucleus, each client shows the one that it needs for AWS
+credentials, and its owner says who it is. A token that was in the files since the start and is gone refuses.
 """
 
 from __future__ import annotations
@@ -18,15 +22,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge.access.guesses import Guesses
+from bridge.access.remembered import remember
 from bridge.access.tokens import Proven, digest, read_tokens
 from bridge.audit import Origin
 from bridge.errors import ConfigError
-from bridge.greengrass.connection import Connection
+from bridge.greengrass.connection import Admitted, Connection
 from bridge.net.addresses import host_and_port, is_loopback
 from bridge.net.guests import Guests
 from bridge.net.limits import ConnectionLimits
 from bridge.net.listening import listen
-from bridge.net.peer import Owners
+from bridge.net.peer import Owners, uid_of
 from bridge.readable import read_regular, unreadable
 
 if TYPE_CHECKING:
@@ -40,6 +45,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NEEDED = (
+    "a token is needed: `streambridge install-service` creates one in greengrass.token_file, and "
+    "greengrass.tokens_file has those of users; set it for the client as AWS_CONTAINER_AUTHORIZATION_TOKEN, "
+    "or name its local user in greengrass.users"
+)
 MANY = 64 * 1024  # bytes; an unfinished frame counts towards `Bounds.partial_bytes` above that
 
 
@@ -52,13 +62,6 @@ class Bounds(NamedTuple):
     stalled: float = 60.0  # without a byte of a frame that has begun
 
 
-class Admitted(NamedTuple):
-    """Who a client is, and the digest of its token; empty without one."""
-
-    user: str
-    token: bytes
-
-
 class GreengrassFrontEnd:
     """The listener, and what its connections share."""
 
@@ -68,6 +71,7 @@ class GreengrassFrontEnd:
         operations: Operations,
         access: Access,
         bounds: Bounds = Bounds(),  # noqa: B008 - immutable
+        owners: Owners | None = None,
     ) -> None:
         self._config, self.operations, self._access, self.bounds = config, operations, access, bounds
         self.manager = operations.manager
@@ -82,12 +86,20 @@ class GreengrassFrontEnd:
         self.idle_timeout = config.idle_timeout / 1000
         self.guests: Guests[Connection] = Guests(bounds.guest_bytes, Connection.dismiss)
         self.guesses, self.proven = Guesses(), Proven()
-        self._owners = Owners()
+        self._owners = owners or Owners()
+        self._known: dict[bytes, None] = {}  # digests of tokens that were in the files
+        self._mapped: dict[int, str] = {}  # users of ours by the ids of local ones
 
     async def start(self) -> list[str]:
         """Listen; returns the urls, port 0 resolved. Raises ConfigError."""
         self.manager.on_pressure.append(self._pressure)
         if self._config.listen:
+            self._users()  # from here on, one that is taken out is known as such
+            for name, user in self._config.users.items():
+                try:
+                    self._mapped[uid_of(name)] = user
+                except (ValueError, OSError) as error:
+                    log.error("greengrass.users: %s is not let in: %s", name, error)
             host, port = host_and_port(self._config.listen)
             self._listening = await listen("greengrass.listen", host, port)
             await self._listening.accept(partial(Connection, self))
@@ -114,26 +126,31 @@ class GreengrassFrontEnd:
         return bool(token) and (self._config.token_file is not None or self._config.tokens_file is not None)
 
     def admit(self, token: str) -> Admitted | str:
-        """Who a client with this token is, or why it is refused."""
-        user = self._users().get(digest(token))
+        """Who a client with this token is, or why it is refused; an empty text for an unknown token."""
+        shown = digest(token)
+        user = self._users().get(shown)
         if user is None:
-            return "the token is not in greengrass.token_file, nor in greengrass.tokens_file"
-        return Admitted(user, digest(token))
+            return "the token has been removed, or its file cannot be read" if shown in self._known else ""
+        return Admitted(user, shown, "token")
 
-    async def admit_owner(self, connection: Connection) -> Admitted | str:
-        """Who a client without a token is, or why it is refused.
+    async def admit_owner(self, connection: Connection) -> tuple[Admitted | str, int]:
+        """Who a client is without a token, or why it is refused; and its local user, -1 if unknown.
 
         Root and the service's own user need no token: they can read the streams' files anyway.
         """
-        if is_loopback(connection.host):
-            owner = await self._owners.owner(connection.socket)
-            if owner in (0, os.geteuid()):
-                return Admitted(self._config.user, b"")
-        return (
-            "a token is needed: `streambridge install-service` creates one in greengrass.token_file, and "
-            "greengrass.tokens_file has those of users; set it for the client as "
-            "AWS_CONTAINER_AUTHORIZATION_TOKEN"
-        )
+        if not is_loopback(connection.host):
+            return NEEDED, -1
+        found = await self._owners.owner(connection.socket)
+        owner = -1 if found is None else found
+        why = f"local user {owner}"
+        if (user := self._mapped.get(owner)) is not None:
+            if self._access.has_rules:
+                return Admitted(user, b"", why, mapped=True), owner
+            return f"greengrass.users gives {why} what the rules of {user!r} allow, but there are none", owner
+        if owner in (0, os.geteuid()) or not self._config.authenticate_clients:
+            trusted = owner in (0, os.geteuid())
+            return Admitted(self._config.user, b"", why, trusted=trusted), owner
+        return NEEDED, owner
 
     def _users(self) -> dict[bytes, str]:
         """The users by the digests of their tokens; without those of files that cannot be read."""
@@ -153,6 +170,8 @@ class GreengrassFrontEnd:
                 users |= read_tokens("greengrass.tokens_file", config.tokens_file)
             except ConfigError as error:
                 log.error("%s", error)
+        for shown in users:
+            remember(self._known, shown, None)
         return users
 
     def identify(self, admitted: Admitted, host: str, address: str) -> Identity:
@@ -177,6 +196,8 @@ class GreengrassFrontEnd:
                 continue
             if known.token and users.get(known.token) != known.user:
                 connection.end("its token is not valid any more")
+            elif known.mapped and not self._access.has_rules:
+                connection.end(f"there are no rules any more that say what user {known.user!r} may do")
             else:
                 past = connection.caller
                 connection.identify()

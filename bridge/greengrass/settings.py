@@ -16,6 +16,8 @@ class GreengrassConfig(Struct, frozen=True, kw_only=True):
 
     A client shows a token of `tokens_file`, and is the user of that line, or the token in `token_file`, and
     is `user`. Processes of root and of the service's own user on this machine need none, and are `user` too.
+    Those of the local users in `users` need none either, and are the users that it names, which must have
+    rules. With `authenticate_clients = false`, no process on this machine needs one, and all are `user`.
     The rules and roles of the user say what they may do. An empty `listen` opens no listener.
 
     A client that makes no request for `idle_timeout` is disconnected; the SDKs connect again.
@@ -25,6 +27,8 @@ class GreengrassConfig(Struct, frozen=True, kw_only=True):
     token_file: Path | None = None
     tokens_file: Path | None = None
     user: str = "greengrass"
+    users: dict[str, Annotated[str, Meta(min_length=1)]] = {}
+    authenticate_clients: bool = True
     connections: Count = 1_000
     connections_per_address: Count = 1_000
     idle_timeout: Annotated[Millis, Meta(ge=1000)] = 24 * 3_600_000

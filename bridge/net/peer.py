@@ -12,6 +12,7 @@ this machine can make that list long, and ask for it again and again.
 from __future__ import annotations
 
 import asyncio
+import pwd
 import socket
 import struct
 from collections.abc import Callable
@@ -34,6 +35,22 @@ _NO_COOKIE = b"\xff" * 8
 
 # Columns of a line of the list (Documentation/networking/proc_net_tcp.rst in the kernel's source).
 _UID = 7
+
+
+def uid_of(name: str) -> int:
+    """Return the id of a local user, by name or in digits. Raises ValueError with a remedy.
+
+    The overflow user is none: whoever comes from another user namespace looks like it.
+    """
+    try:
+        uid = pwd.getpwnam(name).pw_uid
+    except (KeyError, ValueError):
+        if not name.isascii() or not name.isdecimal():
+            raise ValueError(f"this machine has no user {name!r}; `getent passwd` lists them") from None
+        uid = int(name)
+    if uid == int(Path("/proc/sys/kernel/overflowuid").read_text()):
+        raise ValueError(f"user {name!r} ({uid}) stands for all users of other namespaces; choose another")
+    return uid
 
 
 class Found(NamedTuple):

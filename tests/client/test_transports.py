@@ -197,7 +197,7 @@ def test_an_append_whose_reply_is_lost_is_left_to_the_caller_over_the_stream_man
 def test_a_token_is_sent_and_a_wrong_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     token = tmp_path / "token"
     token.write_text("right\n")
-    with Server(tmp_path, token_file=token) as server:
+    with Server(tmp_path, token_file=token, owner=65534) as server:
         with StreamManagerClient(url(server), auth_token="right") as client:
             assert client.list_streams() == []
         with pytest.raises(ConnectFailedException, match="the token is not in"):

@@ -21,6 +21,7 @@ from bridge.greengrass.frontend import Bounds, GreengrassFrontEnd
 from bridge.greengrass.settings import GreengrassConfig
 from bridge.model import ExportStatus, MessageStreamDefinition, StrategyOnFull
 from bridge.mqtt.settings import MqttConfig
+from bridge.net.peer import ESTABLISHED, Found, Owners
 from bridge.operations.catalog import Operations
 from bridge.operations.manager import StreamManager
 from bridge.operations.reading import MOST_BYTES, STEP
@@ -84,13 +85,17 @@ class Server:
         bounds: Bounds = Bounds(),  # noqa: B008 - immutable
         read_step: int = STEP,
         read_bytes: int = MOST_BYTES,
+        owner: int | None = None,
+        **settings: Any,
     ) -> None:
+        """`owner` is the user to whom all clients belong; None: their real one. `settings`: [greengrass]."""
         self.bounds, self.read_step, self.read_bytes = bounds, read_step, read_bytes
         self.allow = allow or Allow(kinds=[*KINDS, "s3"], endpoints=["http://127.0.0.1:1"])
         self.access = access or MqttConfig()
         self.data_dir, self._root = root / "data", root
+        self.owner = owner
         self.config = GreengrassConfig(
-            listen=f"127.0.0.1:{port}", token_file=token_file, tokens_file=tokens_file
+            listen=f"127.0.0.1:{port}", token_file=token_file, tokens_file=tokens_file, **settings
         )
         self.key_file: Path | None = None
         self.store: StreamStore
@@ -139,7 +144,9 @@ class Server:
 
     def front_end(self) -> Any:
         """The front end under test."""
-        return GreengrassFrontEnd(self.config, self.operations, Access(self.access), self.bounds)
+        known = self.owner is None
+        owners = None if known else Owners(lambda _ours, _theirs: Found(ESTABLISHED, self.owner or 0))
+        return GreengrassFrontEnd(self.config, self.operations, Access(self.access), self.bounds, owners)
 
     async def _stop(self) -> None:
         await self.front.stop()

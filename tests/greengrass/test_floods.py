@@ -17,6 +17,8 @@ from bridge.net.addresses import network_of
 from ..fakes.measured import ATTEMPTS, least, plain_loop
 from .harness import CONNECT, DEADLINE, Raw, Server, frame
 
+STRANGER = 65534  # a local user who needs a token
+
 
 class Limited(Server):
     """A server with other limits."""
@@ -25,7 +27,9 @@ class Limited(Server):
         file = root / "token"
         if token is not None:
             file.write_bytes(token)
-        super().__init__(root, token_file=None if token is None else file)
+        super().__init__(
+            root, token_file=None if token is None else file, owner=None if token is None else STRANGER
+        )
         self.config = msgspec.structs.replace(self.config, **limits)
 
 
@@ -81,7 +85,7 @@ def test_wrong_tokens_of_others_keep_no_client_out_whose_token_was_right_before(
     tokens.touch(0o600)
     tokens.write_text(f"old {old}\ngone {removed}\n")
 
-    with Server(tmp_path, tokens_file=tokens) as server:
+    with Server(tmp_path, tokens_file=tokens, owner=STRANGER) as server:
 
         def shown(token: str) -> str:
             """Why a token is refused; empty if it is not."""

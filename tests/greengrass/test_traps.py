@@ -199,12 +199,12 @@ def test_a_wrong_token_is_refused(tmp_path: Path, sdk: Sdk) -> None:
         except ConnectFailedException:
             print("refused")
     """
-    with Server(tmp_path, token_file=file) as server:
+    with Server(tmp_path, token_file=file, owner=65534) as server:
         assert sdk.run(code, server, AWS_CONTAINER_AUTHORIZATION_TOKEN="x") == "refused\n"  # no file yet
         file.write_text("\n")
         assert sdk.run(code, server, AWS_CONTAINER_AUTHORIZATION_TOKEN="x") == "refused\n"
         file.write_text("grüß\n")
-        assert sdk.run(code, server) == ""  # this very user needs none
+        assert sdk.run(code, server) == "refused\n"
         assert sdk.run(code, server, AWS_CONTAINER_AUTHORIZATION_TOKEN="x") == "refused\n"
         assert sdk.run(code, server, AWS_CONTAINER_AUTHORIZATION_TOKEN="grüß", PYTHONUTF8="1") == ""
 

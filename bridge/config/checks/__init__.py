@@ -27,6 +27,7 @@ CHECKS = (
     network.listeners,
     network.unused,
     network.exposure,
+    network.local_clients,
     network.unencrypted,
     network.proxies,
     network.certificates_of_users,

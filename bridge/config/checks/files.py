@@ -274,7 +274,8 @@ def rules(context: CheckContext) -> Iterator[Finding]:
         signing = _users_of_keys(context)
     except ConfigError:
         return  # reported by `secrets`
-    known = {"*", "", context.config.greengrass.user, *signing}
+    greengrass = context.config.greengrass
+    known = {"*", "", greengrass.user, *greengrass.users.values(), *signing}
     known |= {one.user for one in context.config.upstream if one.user is not None}
     named: list[tuple[Place, str]] = [
         (("mqtt", "acl", number, "user"), rule.user) for number, rule in enumerate(mqtt.acl)

@@ -17,6 +17,7 @@ from bridge.config.tomlstruct import dotted
 from bridge.mqtt.settings import parse_address
 from bridge.net.addresses import host_and_port, is_loopback, parse_network
 from bridge.net.listening import place, refusal
+from bridge.net.peer import uid_of
 from bridge.streams.store import is_running
 
 Wanted = tuple[Keys, str, int]
@@ -86,6 +87,31 @@ def exposure(context: CheckContext) -> Iterator[Finding]:
                 (section, "listen"),
                 f"every machine that reaches {listen} has access to {what} without a password; listen on "
                 f"127.0.0.1{other}",
+            )
+
+
+def local_clients(context: CheckContext) -> Iterator[Finding]:
+    """Report local users who come in on port 8088 without a token and could do everything, or nothing."""
+    greengrass, mqtt = context.config.greengrass, context.config.mqtt
+    if not greengrass.listen:
+        return
+    if not greengrass.authenticate_clients:
+        yield context.warning(
+            ("greengrass", "authenticate_clients"),
+            f"every program on this machine has the rights of {greengrass.user!r}, in containers that share "
+            "its network too; name the users of your components in greengrass.users instead",
+        )
+    if not context.knows_all("mqtt", "acl") or not context.knows_all("mqtt", "role"):
+        return
+    for name, user in greengrass.users.items():
+        keys: Keys = ("greengrass", "users", name)
+        try:
+            uid_of(name)
+        except ValueError as error:
+            yield context.error(keys, str(error))
+        if not (mqtt.acl or mqtt.role):
+            yield context.error(
+                keys, f"without rules, {user!r} could do everything, so {name} is refused; add [[mqtt.acl]]"
             )
 
 
