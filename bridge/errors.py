@@ -125,6 +125,10 @@ class Unauthorized(StreamBridgeError):
     status_name = "Unauthorized"
 
 
+class Undecided(Unauthorized):
+    """Raised when no plugin has said in time whether a client has a right: it may have it a moment later."""
+
+
 class RetainedFull(StreamBridgeError):
     """Raised for a retained message beyond `[mqtt.limits] retained_messages` or `retained_bytes`."""
 

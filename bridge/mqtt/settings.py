@@ -174,6 +174,7 @@ class ListenerTable(Struct, frozen=True, kw_only=True):
     unmatched: Literal["deliver", "refuse"] | None = None
     users_file: Path | None = None
     client_ids: Literal["any", "user", "prefix"] | None = None
+    forbidden: Literal["disconnect", "acknowledge"] | None = None
     acl: list[AccessRule] | None = None
     user: list[Account] | None = None
     tls: TlsSettings | None = None
@@ -200,6 +201,7 @@ class ListenerSettings(NamedTuple):
     unmatched: Literal["deliver", "refuse"]
     users_file: Path | None
     client_ids: Literal["any", "user", "prefix"]
+    forbidden: Literal["disconnect", "acknowledge"]
     acl: Sequence[AccessRule]
     role: Sequence[Role]
     user: Sequence[Account]
@@ -341,8 +343,10 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
     Left out, `listen` is tcp://127.0.0.1:1883, or nothing if there is a [[mqtt.listener]].
 
     `allow_anonymous` left out allows clients without a user name on loopback listeners only.
-    `refused_stream` is the stream that keeps messages which their own stream can never store; the
-    embedded broker acknowledges them once they are there.
+    `refused_stream` is the stream that keeps messages which their own stream can never store, and those that
+    the rules forbid and whose client cannot be told; the embedded broker acknowledges them once they are
+    there. `forbidden` says what becomes of a client of MQTT 3.1.1 that publishes what the rules forbid, on a
+    topic without a stream: "disconnect", or "acknowledge", as Mosquitto does, and drop the message.
 
     `unmatched` is what becomes of messages on topics that no stream takes: "deliver" gives them to
     subscribers, and lists the topics; "refuse" refuses them as it does messages to a stream that does not
@@ -365,6 +369,7 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
     unmatched: Literal["deliver", "refuse"] = "deliver"
     users_file: Path | None = None
     client_ids: Literal["any", "user", "prefix"] = "any"
+    forbidden: Literal["disconnect", "acknowledge"] = "disconnect"
     sys_interval: Annotated[Millis, Meta(ge=0)] = 10_000
     acl: list[AccessRule] = []
     role: list[Role] = []
@@ -438,6 +443,7 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
             unmatched=given.unmatched or self.unmatched,
             users_file=given.users_file or self.users_file,
             client_ids=given.client_ids or self.client_ids,
+            forbidden=given.forbidden or self.forbidden,
             acl=self.acl if given.acl is None else given.acl,
             role=self.role,
             user=self.user if given.user is None else given.user,

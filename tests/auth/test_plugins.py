@@ -68,7 +68,11 @@ ANN = "ann:" + hash_password(b"a") + "\n"
 
 
 def with_plugin(
-    root: Path, test: Callable[[Bridge, Auth], Awaitable[None]], source: str = DIRECTORY, **settings: Any
+    root: Path,
+    test: Callable[[Bridge, Auth], Awaitable[None]],
+    source: str = DIRECTORY,
+    mqtt: dict[str, Any] = {},  # noqa: B006 - never changed
+    **settings: Any,
 ) -> None:
     """A bridge that asks a plugin; a test controls it by files in `root / "control"`."""
     plugins, control, users = root / "plugins", root / "control", root / "users"
@@ -86,7 +90,7 @@ def with_plugin(
 
     async def main() -> None:
         auth = Auth(asked, [plugins], lambda: registry.with_hook("authorize"))
-        settings = {"users_file": users, "allow_anonymous": False}
+        settings = {"users_file": users, "allow_anonymous": False, **mqtt}
         async with asyncio.timeout(240), running(root, auth=auth, **settings) as bridge:
             await test(bridge, auth)
 
@@ -276,6 +280,32 @@ def test_without_an_answer_a_topic_is_refused_and_asked_about_again_later(tmp_pa
         assert tried > 1, "the refusal holds for a moment"
 
     with_plugin(tmp_path, test)
+
+
+def test_nothing_is_acknowledged_because_a_plugin_has_not_answered(tmp_path: Path) -> None:
+    """It may be allowed a moment later, so it is neither kept elsewhere nor dropped."""
+
+    async def test(bridge: Bridge, auth: Auth) -> None:
+        bridge.stream("refused")
+        await ready(bridge)
+        client = await bridge.connect("c", user="ann", password=b"a")
+        for number, topic in enumerate(("in/secret", "secret"), 1):
+            assert await client.exchange(publish(topic, b"x", 1, number)) == Packet(0x40, bytes((0, number)))
+        assert bridge.stat("kept_not_allowed") == 2, "what the plugin refuses is refused for good"
+        auth.reload(msgspec.structs.replace(auth.settings, timeout=300))
+        await ready(bridge)
+        for topic in ("in/new", "new"):
+            other = await bridge.connect(topic, user="ann", password=b"a")
+            (tmp_path / "control" / "hang").touch()
+            other.send(publish(topic, b"x", 1, 1))
+            assert await other.closed()
+            (tmp_path / "control" / "hang").unlink()
+            await ready(bridge)
+        assert bridge.stat("kept_not_allowed") == 2
+        assert bridge.stat("acknowledged_forbidden") == 0
+        assert bridge.stat("rejected_not_allowed") == 2
+
+    with_plugin(tmp_path, test, mqtt={"refused_stream": "refused", "forbidden": "acknowledge"})
 
 
 async def publish_while_v5(device: Client, others: Awaitable[Any]) -> int:

@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bridge.access.rules import AccessRule
+from bridge.access.rules import AccessRule, Deny
 from bridge.model import Limits
+from bridge.mqtt.settings import ListenerTable
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5, V311
 
@@ -87,7 +88,9 @@ async def test_a_refused_message_goes_nowhere_else(bridge: Bridge) -> None:
 
 
 @bridge_test(refused_stream="refused", acl=[AccessRule(user="*", publish=["small"], subscribe=["#"])])
-async def test_what_may_succeed_later_and_what_is_forbidden_is_refused_as_ever(bridge: Bridge) -> None:
+async def test_what_may_succeed_later_and_what_a_client_can_be_told_is_refused_as_ever(
+    bridge: Bridge,
+) -> None:
     bridge.stream("refused")
     bridge.stream("small", "small", **SMALL)
     client = await bridge.open()
@@ -101,6 +104,85 @@ async def test_what_may_succeed_later_and_what_is_forbidden_is_refused_as_ever(b
     old.send(publish("small", b"x" * 500, 1, 1))
     assert await old.closed()
     assert await bridge.stored("refused") == []
+
+
+RULES = [AccessRule(user="*", publish=["in/#", "free/+"], subscribe=["#"], deny=Deny(publish=["in/secret"]))]
+FORBIDDEN = ("in/secret", "nowhere", "streams/in", "streams/typo")  # with a stream, without, with, with none
+
+
+@bridge_test(refused_stream="refused", acl=RULES)
+async def test_what_the_rules_forbid_a_3_1_1_device_is_kept_and_the_device_gets_on(bridge: Bridge) -> None:
+    bridge.stream("refused")
+    watcher = await bridge.connect("watcher")
+    await watcher.subscribe(("nowhere", 1))
+    client = await bridge.connect("dev")
+    expected = []
+    for number, (topic, qos) in enumerate(((t, q) for t in FORBIDDEN for q in (0, 1, 2)), 1):
+        sent = publish(topic, b"%d" % number, qos, number, retain=number % 2 == 0)
+        if qos:
+            assert await client.exchange(sent) == Packet(0x30 + 0x10 * qos, bytes((0, number)))
+        else:
+            client.send(sent)
+        assert await client.exchange(publish("in/next", b"%d" % number, 1, 99)) == Packet(0x40, b"\0\x63")
+        expected.append((topic.encode(), b"%d" % number, "dev", "not_allowed"))
+    assert await kept(bridge) == expected
+    assert bridge.stat("kept_not_allowed") == len(expected)
+    assert await bridge.payloads() == [one[1] for one in expected], "nothing that is forbidden"
+    assert await watcher.silent()
+    assert bridge.stat("retained") == 0
+    told = await bridge.open()
+    await told.connect("new", level=V5, properties=PLAIN)
+    for topic in FORBIDDEN:
+        assert (await told.exchange(publish(topic, b"", 1, 1, level=V5))).body[2] == 0x87, "it can be told"
+    assert len(await kept(bridge)) == len(expected)
+
+
+@bridge_test(acl=RULES, forbidden="acknowledge")
+async def test_a_listener_may_acknowledge_what_is_forbidden_where_no_stream_takes_it(bridge: Bridge) -> None:
+    watcher = await bridge.connect("watcher")
+    await watcher.subscribe(("nowhere", 2))
+    client = await bridge.connect("dev")
+    for number in range(1, 21):
+        sent = publish("nowhere", b"x", 1 + number % 2, number, retain=True)
+        assert (await client.exchange(sent)).body == bytes((0, number))
+    assert await client.exchange(publish("in/a", b"stored", 1, 99)) == Packet(0x40, b"\0\x63")
+    assert bridge.stat("acknowledged_forbidden") == 20
+    assert await watcher.silent()
+    assert (bridge.stat("retained"), await bridge.payloads()) == (0, [b"stored"])
+    told = await bridge.open()
+    await told.connect("new", level=V5, properties=PLAIN)
+    assert (await told.exchange(publish("nowhere", b"", 1, 1, level=V5))).body[2] == 0x87
+    for topic in ("in/secret", "streams/in", "streams/typo"):
+        old = await bridge.connect("old")
+        old.send(publish(topic, b"x", 1, 1))
+        assert await old.closed(), "a mistake in a rule must not destroy a reading"
+
+
+def test_each_listener_decides_and_by_default_a_device_is_disconnected(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = ListenerTable(
+        name="plant", listen=["tcp://127.0.0.1:0"], forbidden="acknowledge", allow_anonymous=True
+    )
+
+    async def main() -> None:
+        async with running(tmp_path, acl=RULES, listener=[table]) as bridge:
+            for url, answered in ((0, False), (1, True)):
+                client = await bridge.open(url)
+                await client.connect("pump-7")
+                client.send(publish("nowhere", b"x", 1, 1))
+                if answered:
+                    assert (await client.receive()).head == 0x40
+                else:
+                    assert await client.closed()
+
+    run_async(main())
+    lines = [
+        record.getMessage() for record in caplog.records if "acknowledged and dropped" in record.getMessage()
+    ]
+    assert len(lines) == 1
+    assert "'pump-7'" in lines[0]
+    assert "'nowhere'" in lines[0]
 
 
 @pytest.mark.parametrize("name", [None, "missing", "tiny", "full"])

@@ -392,7 +392,7 @@ class Broker:
     # -- PUBLISH ------------------------------------------------------------
 
     def route(self, session: Session, topic: bytes) -> Route:
-        """Return where a topic goes for this client. A topic that it may not publish on has no streams.
+        """Return where a topic goes for this client. What it may not publish on is `denied`.
 
         Raises ProtocolError if it is not a topic name.
         """
@@ -409,9 +409,9 @@ class Broker:
         return route
 
     def denied(self, session: Session, route: Route, why: str) -> Route:
-        """Return the route that replaces one that this client may not use."""
+        """Return the route that replaces one that this client may not use. It goes nowhere."""
         refused(session, "publish", route.name, why)
-        route = Route(route.name, ())
+        route = Route(route.name, route.streams)
         route.denied = True
         return route
 

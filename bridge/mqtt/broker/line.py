@@ -33,6 +33,10 @@ class Line(Protocol):
         """Whether the client is on this machine."""
 
     @property
+    def drops_forbidden(self) -> bool:
+        """Whether what the rules forbid is acknowledged and dropped where no stream takes the topic."""
+
+    @property
     def gone(self) -> bool:
         """Return whether it is closed or being closed."""
 
@@ -63,7 +67,7 @@ class Gone:
 
     address = name = ""
     level, bridge, local, writable, gone = 4, False, False, False, True
-    explains = receipts = refuses_unmatched = False
+    explains = receipts = drops_forbidden = refuses_unmatched = False
     receive_maximum = max_packet_out = 0
 
     def full_of_subscriptions(self, count: int) -> Refusal | None:

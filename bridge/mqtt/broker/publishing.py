@@ -10,7 +10,10 @@ logged reason, after the acknowledgements of earlier messages. QoS 0 is dropped 
 A refusal is permanent (`PERMANENT`) if the same message would be refused again, whatever is exported or
 purged until then. A 3.1.1 client would resend such a message on each connection, and never get to the next
 one. With `[mqtt] refused_stream` it is stored there instead, and acknowledged as usual. It goes to none of
-its own streams and to no subscriber, and is not retained.
+its own streams and to no subscriber, and is not retained. So is a message on a topic that the rules forbid,
+from a client that cannot be told (3.1.1, or QoS 0; an MQTT 5 client gets 0x87). Without that stream,
+`forbidden = "acknowledge"` acknowledges it where no stream takes the topic (MQTT-3.3.5-2): such an
+acknowledgement never means stored. A refusal that may pass, such as the time-out of a plugin, does neither.
 
 A limit of retained messages refuses no message that has a stream: it is stored, delivered and acknowledged,
 but not retained. Without a stream that is so too, except that an MQTT 5 client is told that its message is
@@ -31,6 +34,7 @@ from bridge.errors import (
     StreamBridgeError,
     StreamError,
     Unauthorized,
+    Undecided,
 )
 from bridge.mqtt.broker import receipts
 from bridge.mqtt.broker.inbox import reason_of
@@ -70,8 +74,8 @@ if TYPE_CHECKING:
 
 RECEIVE_MAXIMUM = 4_096  # QoS 2 messages of an MQTT 5 client between PUBLISH and PUBREL; CONNACK announces it
 
-# Too large for the stream, or no such stream; not a full stream, a failing disk or a missing right.
-PERMANENT = (MessageTooLarge, NoStream)
+# Too large for the stream, no such stream, or a missing right; not a full stream or a failing disk.
+PERMANENT = (MessageTooLarge, NoStream, Unauthorized)
 LONGEST_REASON = 500  # characters of an error that are stored with the message
 _NONE: frozenset[Stream] = frozenset()
 
@@ -115,6 +119,8 @@ class Publisher:
         try:
             if route.denied:
                 why = "it belongs to the broker" if route.reserved else "see [[mqtt.acl]]"
+                if route.undecided:
+                    raise Undecided(f"no plugin has said in time whether it may publish on {route.name!r}")
                 raise Unauthorized(f"it may not publish on {route.name!r}; {why}")
             if packet.head & 1 and not route.request and not route.ignored:
                 full = self._router.retained.refusal(route.name, packet, session.identity.holder)
@@ -130,7 +136,7 @@ class Publisher:
             else:
                 self._unmatched(session, packet, route)
         except (StreamError, RetainedFull, Unauthorized, InvalidRequest) as error:
-            self.refused(batch, packet, error)
+            self.refused(batch, packet, error, stored=bool(route.streams))
             return
         if (route.delivers or packet.head & 1) and not route.request and not route.ignored:
             began = self._turns.begin()
@@ -148,15 +154,30 @@ class Publisher:
             answer = answers.ack(kind, packet.packet_id, NO_MATCHING_SUBSCRIBERS)
         self._acknowledge(batch, packet, places, known, answer)
 
-    def refused(self, batch: Batch, packet: Publish, error: StreamBridgeError) -> None:
-        """Handle a refused message: keep it in `refused_stream`, answer with the reason, or close (3.1.1)."""
+    def refused(
+        self, batch: Batch, packet: Publish, error: StreamBridgeError, *, stored: bool = True
+    ) -> None:
+        """Handle a refused message: keep it in `refused_stream`, answer with the reason, or close (3.1.1).
+
+        `stored`: a stream takes its topic.
+        """
         line, session = batch.inbox.line, batch.inbox.session
         assert session is not None
+        forbidden = isinstance(error, Unauthorized) and not isinstance(error, Undecided)
+        told = line.level == V5 and packet.qos > 0
+        places: dict[Stream, int] | None = None
         try:
             have = _having(session, packet) if packet.qos == 2 else frozenset()
-            places = self._keep_refused(session.client_id, session.identity.label, packet, error, have)
+            if not (forbidden and told):
+                places = self._keep_refused(session.client_id, session.identity.label, packet, error, have)
         except StreamError as other:
-            error, places = other, None  # if that stream is full, for example, the client will resend it
+            error = other  # if that stream is full, for example, the client will resend it
+            forbidden = False
+        if places is None and forbidden and packet.qos and not (told or stored) and line.drops_forbidden:
+            self._counts["acknowledged_forbidden"] += 1
+            text = "%s: a message is acknowledged and dropped: %s (counted in the metrics)"
+            self._reports.log(f"forbidden {session.client_id}", logging.WARNING, text, line.name, error)
+            places = {}
         if places is not None:
             batch.touched.update(dict.fromkeys(places))
             self._acknowledge(batch, packet, places, _NONE)
@@ -334,7 +355,9 @@ class Publisher:
         except MessageTooLarge, which counts as no such stream.
         """
         name = self.refused_stream
-        if name is None or name not in self._store.definitions or not isinstance(error, PERMANENT):
+        if name is None or name not in self._store.definitions:
+            return None
+        if not isinstance(error, PERMANENT) or isinstance(error, Undecided):
             return None
         if name in have:
             return {}
@@ -352,7 +375,7 @@ class Publisher:
         place = stream.append(packet.topic, packet.payload, kept)
         self._counts[f"kept_{kind}"] += 1
         text = "%s: a message is kept in stream %r, its own can never store it: %s (counted in the metrics)"
-        self._reports.log(f"kept_{kind}", logging.WARNING, text, label, name, error)
+        self._reports.log(f"kept_{kind} {client}", logging.WARNING, text, label, name, error)
         return {stream: place}
 
 

@@ -59,6 +59,7 @@ class Route:
         "streams",
         "unmatched",
         "unwanted",
+        "undecided",
         "with_client",
     )
 
@@ -76,6 +77,7 @@ class Route:
         self.denied = self.reserved  # for this client
         self.unwanted = False  # it has no stream, and this client's listener refuses that
         self.unmatched: Topics | None = None  # where it counts, without a stream
+        self.undecided = False  # denied only because no plugin has answered
         self.with_client = False  # whether a stream keeps the publisher's client id
         self.append: Callable[[bytes, bytes], int] | None = None
 

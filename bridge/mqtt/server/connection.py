@@ -141,6 +141,11 @@ class Connection(Source):
         return is_loopback(self.address) and not self.proxied
 
     @property
+    def drops_forbidden(self) -> bool:
+        """Whether what the rules forbid is acknowledged and dropped where no stream takes the topic."""
+        return self.endpoint.listener.settings.forbidden == "acknowledge"
+
+    @property
     def gone(self) -> bool:
         """Whether it is closed or being closed."""
         return self.state is CLOSED or self.transport.is_closing()
@@ -536,6 +541,7 @@ class Connection(Source):
             if not allowed:
                 route = self.broker.denied(session, route, "a plugin refuses it")
                 if not self.asking.holds("publish", route.name):
+                    route.undecided = True
                     return route
         if len(topic) <= USUAL_TOPIC:
             self.routes[topic] = route
