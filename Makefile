@@ -17,7 +17,7 @@ soak: venv ## everything at once under faults, MINUTES=20; the report is build/s
 	$(BIN)/python -m benchmarks.soak --minutes $(or $(MINUTES),20)
 
 test: venv lint ## the checks for every commit; in CI also a share of the slow tests, another each day
-	@.ci/tools java mosquitto strace systemd nspawn chromium node
+	@.ci/tools java mosquitto strace systemd nspawn chromium node nginx
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 3 --dist loadfile
 	$(if $(CI),@.ci/tools lintian mmdebstrap podman compose qemu)
 	$(if $(CI),$(BIN)/python -m pytest -m slow --share $(or $(SHARE),$(shell expr $$(date +%s) / 86400)))

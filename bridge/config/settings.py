@@ -61,7 +61,8 @@ RENAMED = {"stream_segment_size": "segment_size", "export_definition": "export"}
 # restart.
 RELOADED = {
     "mqtt.listen", "mqtt.listener", "mqtt.tls", "mqtt.users_file", "mqtt.allow_anonymous", "mqtt.acl",
-    "mqtt.role", "mqtt.user", "mqtt.client_ids", "mqtt.forbidden", "mqtt.refused_stream", "mqtt.unmatched",
+    "mqtt.role", "mqtt.user", "mqtt.client_ids", "mqtt.forbidden", "mqtt.origins", "mqtt.refused_stream",
+    "mqtt.unmatched",
     "mqtt.budget", "log.level",
     *(f"audit.{field}" for field in AuditSettings.__struct_fields__),
     *(f"auth.{field}" for field in AuthSettings.__struct_fields__),

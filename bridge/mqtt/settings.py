@@ -28,6 +28,7 @@ from bridge.topics import overlap
 NEVER = 0xFFFFFFFF  # seconds of a session without an end
 _USUAL = ["tcp://127.0.0.1:1883"]  # to listen on
 SCHEMES = {"tcp": 1883, "tls": 8883, "ws": 8080, "wss": 8443}
+_WEB = {"http": 80, "https": 443}
 _MEANT = {"mqtts": "tls", "ssl": "tls", "tls": "tls", "http": "ws", "ws": "ws", "https": "wss", "wss": "wss"}
 
 
@@ -72,6 +73,26 @@ def _parsed(url: str) -> Address | None:
     if parts.scheme not in SCHEMES or not parts.hostname or parts.path.strip("/") or parts.username:
         return None
     return Address(parts.scheme, normal(parts.hostname), SCHEMES[parts.scheme] if port is None else port)
+
+
+def origin_of(text: str) -> str:
+    """Return the normal form of a web page's origin, as browsers write it. Raises ValueError."""
+    if text == "null":
+        return text
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if not (parts.scheme and parts.hostname) or parts.username is not None or parts.query or parts.fragment:
+        raise ValueError(
+            f'`origins`: {text!r} is not an origin; write it like "https://host:8443", or "null"'
+        )
+    if parts.path:
+        raise ValueError(f"`origins`: {text!r} has a path; write {parts.scheme}://{parts.netloc}")
+    host = normal(parts.hostname)
+    host = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{host}" + ("" if port in (None, _WEB.get(parts.scheme)) else f":{port}")
 
 
 class TlsSettings(Struct, frozen=True, kw_only=True):
@@ -163,6 +184,10 @@ class ListenerTable(Struct, frozen=True, kw_only=True):
     name on loopback only. `users_file`, or `client_ca` in its `tls`, make the users of this listener others
     than those of [mqtt], also if they have the same names.
 
+    `origins` are the origins of the web pages that may come in, and no others may: each counts as the browser
+    that shows it, with its place in the network and its certificate. Left out, pages of this machine may come
+    in on loopback, and any page where a browser alone is nobody: where every client needs a password.
+
     `proxy_protocol` are the networks of proxies. If there are any, connections come from these only, and each
     begins with a header of the PROXY protocol, version 2, that names the client.
     """
@@ -170,6 +195,7 @@ class ListenerTable(Struct, frozen=True, kw_only=True):
     name: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
     listen: Annotated[list[str], Meta(min_length=1)]
     proxy_protocol: list[str] = []
+    origins: list[str] | None = None
     allow_anonymous: bool | None = None
     unmatched: Literal["deliver", "refuse"] | None = None
     users_file: Path | None = None
@@ -187,8 +213,17 @@ class ListenerTable(Struct, frozen=True, kw_only=True):
                 parse_network(network)
             except ValueError as error:
                 mistakes.append(f"`proxy_protocol`: {error}; write it like 10.0.0.0/8 or 10.0.0.7")
+        mistakes += _wrong_origins(self.origins)
         if mistakes:
             raise ValueError("\n".join(mistakes))
+
+
+def _wrong_origins(origins: Sequence[str] | None) -> Iterator[str]:
+    for origin in origins or ():
+        try:
+            origin_of(origin)
+        except ValueError as error:
+            yield str(error)
 
 
 class ListenerSettings(NamedTuple):
@@ -197,6 +232,7 @@ class ListenerSettings(NamedTuple):
     name: str  # empty for the listener of [mqtt]
     listen: Sequence[str]
     proxy_protocol: Sequence[str]
+    origins: frozenset[str] | None
     allow_anonymous: bool | None
     unmatched: Literal["deliver", "refuse"]
     users_file: Path | None
@@ -363,6 +399,7 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
 
     mode: Literal["embedded", "external"] = "embedded"
     listen: list[str] = msgspec.field(default_factory=lambda: _USUAL)
+    origins: list[str] | None = None
     max_packet: Annotated[Bytes, Meta(ge=KIB, le=256 * MIB)] = MIB
     refused_stream: Annotated[str, Meta(min_length=1)] | None = None
     allow_anonymous: bool | None = None
@@ -391,6 +428,7 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
                 parse_address(url)
             except ValueError as error:
                 mistakes.append(str(error))
+        mistakes += _wrong_origins(self.origins)
         if mistakes:
             raise ValueError("\n".join(mistakes))
 
@@ -432,6 +470,7 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
     def _listener(self, own: ListenerTable | None) -> ListenerSettings:
         """One of [[mqtt.listener]] with what it does not set, or None for that of [mqtt]."""
         given = own or ListenerTable(name="mqtt", listen=self.listen, allow_anonymous=self.allow_anonymous)
+        origins = self.origins if given.origins is None else given.origins
         limits = {
             key: value for key, value in msgspec.structs.asdict(given.limits).items() if value is not None
         }
@@ -439,6 +478,7 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
             name="" if own is None else own.name,
             listen=given.listen,
             proxy_protocol=given.proxy_protocol,
+            origins=None if origins is None else frozenset(map(origin_of, origins)),
             allow_anonymous=given.allow_anonymous,
             unmatched=given.unmatched or self.unmatched,
             users_file=given.users_file or self.users_file,
