@@ -38,7 +38,7 @@ from bridge.mqtt.broker.line import GONE
 from bridge.mqtt.broker.publishing import Publisher
 from bridge.mqtt.broker.recovery import find_stored_ids, recover, referred, snapshot
 from bridge.mqtt.broker.reports import Reports, reason, refused
-from bridge.mqtt.broker.router import Route, Router
+from bridge.mqtt.broker.router import OURS, Route, Router
 from bridge.mqtt.broker.sessions import Session, Sessions
 from bridge.mqtt.broker.subscribing import Subscribing
 from bridge.mqtt.broker.turns import Turns
@@ -397,6 +397,9 @@ class Broker:
         Raises ProtocolError if it is not a topic name.
         """
         route = self.router.route(topic)
+        if route.reserved and route.name.startswith(OURS) and _is_bridge(session):
+            route = copy(route)
+            route.denied, route.ignored = False, True
         if not route.denied and not route.ignored and not session.identity.may_publish(route.name):
             route = self.denied(session, route, reason(session, "publish", route.name))
         line = session.line
@@ -446,6 +449,18 @@ class Broker:
             # repeated PUBREL waits too, because the journal may have failed to keep the release.
             batch.touched[self.journal] = None
         batch.acks += answers.ack(PUBCOMP, packet_id.to_bytes(2, "big"), reason)
+
+
+def _is_bridge(session: Session) -> bool:
+    """Return whether a client is another broker: by its protocol, or by where its will says that it has gone.
+
+    Bridges publish their state below `$SYS/`, at a topic that their configuration may choose, and some send
+    all that their broker publishes there. A refusal would end them.
+    """
+    will = session.will
+    return (session.line is not None and session.line.bridge) or (
+        will is not None and will.topic.startswith(OURS)
+    )
 
 
 class _Settling:

@@ -33,9 +33,15 @@ if TYPE_CHECKING:
     from bridge.mqtt.settings import Limits
     from bridge.runtime import Runtime
 
+OURS = "$SYS/"  # where this broker publishes its state
 # By default, Mosquitto publishes here, at both ends, that one of its bridges is connected.
-BRIDGE_STATE = "$SYS/broker/connection/"
-RESERVED = ("$SYS/", SHARE, REQUEST_LEVEL + "/")
+BRIDGE_STATE = f"{OURS}broker/connection/"
+RESERVED = (OURS, SHARE, REQUEST_LEVEL + "/")
+# The levels below $SYS/broker/ of `server.systopics`. No will of an ordinary client may be there.
+STATUS = {
+    "bytes", "clients", "heap", "load", "messages", "publish", "retained messages", "shared_subscriptions",
+    "store", "subscriptions", "uptime", "version",
+}  # fmt: skip
 ROUTE = 500  # bytes of a route,
 RECEIVER = 150  # and of one of its receivers
 PRUNED = 50  # filters taken out of the tree between two looks at the clock
@@ -85,6 +91,12 @@ class Route:
     def stored_nowhere(self) -> bool:
         """Whether clients may publish messages on it, and no stream takes them."""
         return not (self.streams or self.denied or self.request or self.ignored)
+
+
+def is_status(topic: str) -> bool:
+    """Return whether this broker publishes its state on a topic."""
+    levels = topic.split("/")
+    return topic.startswith(f"{OURS}broker/") and levels[2] in STATUS
 
 
 class Router:

@@ -18,6 +18,7 @@ from bridge.mqtt.broker import receipts
 from bridge.mqtt.broker.broker import Opening, Refused
 from bridge.mqtt.broker.outbox import NO_LIMIT
 from bridge.mqtt.broker.publishing import RECEIVE_MAXIMUM
+from bridge.mqtt.broker.router import OURS, is_status
 from bridge.mqtt.broker.sessions import NEVER
 from bridge.mqtt.wire import answers
 from bridge.mqtt.wire import properties as p
@@ -192,7 +193,8 @@ def _authenticated(conn: Connection, connect: Connect, user: str | None, proof: 
         conn.refuse(QUOTA_EXCEEDED, refused_by_budget.why, refused_by_budget.counter)
         return
     conn.who = client_id, user
-    if connect.will is not None and conn.asking is not None:
+    asked = connect.will is not None and not connect.will.topic.startswith(OURS)
+    if connect.will is not None and conn.asking is not None and asked:
         asking = _ask_about_will(conn, connect, identity, proof, connect.will.topic)
         conn.connections.logging_in[conn] = conn.connections.spawn(asking)
     else:
@@ -256,7 +258,11 @@ def _refused_will(conn: Connection, identity: Identity, will: Will) -> Refused |
         route = conn.broker.router.route(topic.encode())
     except ProtocolError as error:
         return Refused(error.reason, f"a will on topic {topic[:80]!r}")
-    if route.request or route.denied or not (route.ignored or identity.may_publish(topic)):
+    if topic.startswith(OURS) and (conn.bridge or not is_status(topic)):
+        return None  # it is never published (`Broker.route`)
+    if route.request or route.reserved:
+        return Refused(NOT_AUTHORIZED, f"a will on topic {topic[:80]!r}, which belongs to the broker")
+    if not identity.may_publish(topic):
         why = f"{identity.label} may not publish its will on {topic!r}; see [[mqtt.acl]]"
         return Refused(NOT_AUTHORIZED, why)
     if route.stored_nowhere and conn.refuses_unmatched:
