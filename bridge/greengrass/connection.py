@@ -336,7 +336,7 @@ class Connection(Flow):
             delay = self._refuse_late(request_id, why, key)
         if looks and not trusted:
             front.guesses.end(key, delay)
-        if self._phase is Phase.OPEN:
+        if self.admitted is not None:
             self.release("owner")
 
     def _refuse_late(self, request_id: str, why: str, key: str) -> float:

@@ -170,8 +170,8 @@ class GreengrassFrontEnd:
                 users |= read_tokens("greengrass.tokens_file", config.tokens_file)
             except ConfigError as error:
                 log.error("%s", error)
-        for shown in users:
-            remember(self._known, shown, None)
+        for token in users:
+            remember(self._known, token, None)
         return users
 
     def identify(self, admitted: Admitted, host: str, address: str) -> Identity:

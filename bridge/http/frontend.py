@@ -70,7 +70,7 @@ class HttpFrontEnd:
             {path: partial(_only, LOOKING, route) for path, route in looking.items()}
             | {path: partial(_only, ACTING, route) for path, route in acting.items()},
             ConnectionLimits(config.connections, config.connections_per_address),
-            HttpLimits(methods=LOOKING + ACTING, body=MAX_REQUEST),
+            HttpLimits(methods=LOOKING + ACTING, body=MAX_REQUEST, displace=True),
         )
 
     def _pages(self) -> dict[str, Route]:

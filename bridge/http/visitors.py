@@ -23,7 +23,6 @@ visitors without a login.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import hmac
 import secrets
@@ -254,7 +253,7 @@ def _credentials(header: str) -> tuple[str, bytes]:
     try:
         user, colon, password = base64.b64decode(encoded.strip(), validate=True).partition(b":")
         name = user.decode()
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # it is no base64, or the name no UTF-8
         raise HttpError(HTTPStatus.BAD_REQUEST) from None
     if not colon or not name:
         raise HttpError(HTTPStatus.BAD_REQUEST)

@@ -18,7 +18,10 @@ have that name as Host, never an address or our name.
 Unless a listener says otherwise, the headers of every response forbid browsers to embed it, to guess its
 type, to cache it, and to load anything from elsewhere.
 
-`ConnectionLimits` limit the open connections, including those in a TLS handshake; idle ones are closed. While
+`ConnectionLimits` limit the open connections, including those in a TLS handshake; idle ones are closed. With
+`HttpLimits.displace`, a new one takes the place of one that is idle: who has most loses the one that was idle
+for longest, so nobody who merely holds sockets keeps others from `/healthz`. The kernel tells users of this
+machine apart. While
 a request is being answered, nothing more is read, so a client has one request in memory and little of the
 next. Only a route that may wait for long (`while_connected`) reads on, to notice that its client has gone.
 `HttpLimits.bodies` limits the unfinished bodies of all clients together.
@@ -32,6 +35,7 @@ import re
 import socket
 import ssl
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
@@ -43,11 +47,12 @@ from typing import Any, NamedTuple, cast
 import h11
 import msgspec
 
-from bridge.net.addresses import host_and_port, network_of, parse, peer_of
+from bridge.net.addresses import host_and_port, is_loopback, network_of, parse, peer_of
 from bridge.net.flow import Flow
 from bridge.net.guests import Guests
 from bridge.net.limits import ConnectionLimits, descriptor_of
 from bridge.net.listening import Listening, listen
+from bridge.net.peer import Owners
 from bridge.net.tlslayer import Handshakes, TlsLayer
 
 JSON = "application/json"
@@ -80,6 +85,7 @@ class HttpLimits:
     head: int = 8 * 1024  # request line and fields
     body: int = 0
     bodies: int = 64 * 1024 * 1024  # of all connections together, while they are incomplete
+    displace: bool = False  # a new connection may take the place of an idle one
     any_host: bool = False  # for listeners with signed requests, which a web page cannot send
     head_timeout: float = 10.0  # for the TLS handshake and the complete first head
     body_timeout: float = 30.0  # for a complete body
@@ -148,6 +154,7 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
         rejection: Callable[[HTTPStatus], HttpResponse] = plain,
         fields: Mapping[str, str] = MappingProxyType(BROWSER),
+        owners: Owners | None = None,
     ) -> None:
         """`option` is the configuration's name for `listen`. Raises ValueError if that is no address.
 
@@ -161,6 +168,7 @@ class HttpServer:
         self.limits, self.counted = limits or HttpLimits(), connections
         self.tls, self.rejection, self.fields = tls, rejection, dict(fields)
         self.connections: set[HttpConnection] = set()
+        self.owners = owners or Owners()
         self.guests: Guests[HttpConnection] = Guests(self.limits.bodies, HttpConnection.dismiss)
         self.stopping = False
         self._handshakes = Handshakes()
@@ -188,6 +196,24 @@ class HttpServer:
         if self.tls is None:
             return connection
         return TlsLayer(self.tls, connection, self._handshakes, _Handshake(connection))
+
+    def make_room(self, new: HttpConnection) -> bool:
+        """Close an idle connection, because there is one too many. Returns whether there was one.
+
+        Whoever has most loses it, also if that is the holder of the new one.
+        """
+        network = network_of(new.address) if self.counted.crowded(new.address) else None
+        rivals = [
+            one
+            for one in self.connections
+            if not one.transport.is_closing() and network in (None, network_of(one.address))
+        ]
+        held = Counter(one.holder for one in rivals)
+        most = max(held.values())
+        idle = [one for one in rivals if one.idle is not None and held[one.holder] == most and one is not new]
+        if idle:
+            min(idle, key=lambda one: cast("tuple[bool, float]", one.idle)).transport.abort()
+        return bool(idle)
 
     def check_host(self, host: str | None, version: bytes) -> None:
         """Raises HttpError for a name that is not this machine's."""
@@ -247,7 +273,8 @@ class HttpConnection(Flow):
 
     def __init__(self, server: HttpServer) -> None:
         super().__init__()
-        self.address = ""
+        self.address = self._holder = ""
+        self._since = 0.0  # when it was made, or answered last
         self._server, self._limits = server, server.limits
         self._loop = asyncio.get_running_loop()
         self._unread = bytearray()
@@ -268,8 +295,28 @@ class HttpConnection(Flow):
         self._server.connections.add(self)
         descriptor = descriptor_of(transport)
         self.address, _ = peer_of(transport)
-        if self._server.counted.enter(self.address, descriptor):
+        self._since = self._loop.time()
+        refused = self._server.counted.enter(self.address, descriptor)
+        if refused and not (self._limits.displace and self._server.make_room(self)):
             self.transport.abort()
+
+    @property
+    def idle(self) -> tuple[bool, float] | None:
+        """What of idle connections is closed first is less: whether its request waits here, and since when.
+
+        None: a request is being answered. A body that is still to come makes nobody busy.
+        """
+        busy = self.task is not None and self._awaited is None and not self._waits
+        return None if busy else (self._waits, self._since)
+
+    @property
+    def holder(self) -> str:
+        """Whose connection it is: a user of this machine, or the network of an address."""
+        if not self._holder:
+            sock = self.transport.get_extra_info("socket")
+            uid = self._server.owners.known(sock) if sock is not None and is_loopback(self.address) else None
+            self._holder = network_of(self.address) if uid is None else f"user {uid}"
+        return self._holder
 
     def data_received(self, data: bytes) -> None:
         if self._over:
@@ -363,6 +410,7 @@ class HttpConnection(Flow):
                 self.transport.close()  # the client can send nothing more
             return
         self._timer = self._loop.call_later(self._limits.idle_timeout, self.finish, LINGER)
+        self._since = self._loop.time()
         self.release("answer")
 
     def _check(self, size: int) -> HttpRequest:
@@ -389,6 +437,8 @@ class HttpConnection(Flow):
             fields[key] = f"{fields[key]},{text}" if key in fields else text  # as signatures of AWS join them
         method, target = event.method.decode("ascii"), event.target.decode("ascii")
         if event.http_version not in (b"1.0", b"1.1") or not target.startswith("/"):
+            raise HttpError(HTTPStatus.BAD_REQUEST)
+        if not fields.get("authorization", "").isascii():  # as all schemes are (RFC 9110, section 11.4)
             raise HttpError(HTTPStatus.BAD_REQUEST)
         self._head_only = method == "HEAD"
         self._server.check_host(fields.get("host"), event.http_version)

@@ -54,6 +54,10 @@ class ConnectionLimits:
             return "too few file descriptors are left; see LimitNOFILE"
         return ""
 
+    def crowded(self, address: str) -> bool:
+        """Return whether the network of an address alone has too many connections."""
+        return self._by_network[network_of(address)] > self._most_of_one
+
     def leave(self, address: str | None) -> None:
         """A counted connection is closed; `address` as it entered."""
         self._open -= 1

@@ -68,6 +68,13 @@ class Owners:
         self._ask = ask or ask_kernel
         self._reading = asyncio.Lock()
 
+    def known(self, connection: socket.socket) -> int | None:
+        """The user id at the other end, if the kernel says it at once."""
+        with suppress(OSError, ValueError):
+            found = self._ask(_address(connection.getpeername()), _address(connection.getsockname()))
+            return found.uid if found is not None else None
+        return None
+
     async def owner(self, connection: socket.socket) -> int | None:
         """The user id at the other end; None if it is unknown, for example on another machine."""
         with suppress(OSError, ValueError):

@@ -6,7 +6,8 @@ import asyncio
 import functools
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from bridge.errors import ConfigError
 from bridge.net.httpserver import HttpError, HttpLimits, HttpRequest, HttpResponse, HttpServer
 from bridge.net.limits import ConnectionLimits
+from bridge.net.peer import ESTABLISHED, Address, Found, Owners
 from tests.mqtt.harness import run_async
 
 MANY = 4 * 1024 * 1024
@@ -51,7 +53,7 @@ async def locked(request: HttpRequest) -> HttpResponse:
 
 
 @asynccontextmanager
-async def serving(limits: HttpLimits = POSTS) -> AsyncIterator[int]:
+async def serving(limits: HttpLimits = POSTS, owners: Owners | None = None) -> AsyncIterator[int]:
     """A listener for bodies; its port."""
     server = HttpServer(
         "x.listen",
@@ -59,6 +61,7 @@ async def serving(limits: HttpLimits = POSTS) -> AsyncIterator[int]:
         {"/echo": echo, "/large": large, "/locked": locked},
         ConnectionLimits(9, 9),
         limits,
+        owners=owners,
     )
     url = await server.start()
     try:
@@ -225,6 +228,71 @@ async def test_a_client_that_does_not_read_its_answers_gets_no_more_of_them() ->
         for _ in range(100):
             assert (await answer(reader))[0] == 200
         assert [str(n) for n in range(100)] == ANSWERED
+
+
+async def gone(reader: asyncio.StreamReader) -> bool:
+    """Whether the connection ends, in whatever way."""
+    try:
+        return await asyncio.wait_for(reader.read(), 60) == b""
+    except ConnectionError:
+        return True
+
+
+DISPLACING = replace(POSTS, displace=True)
+HOLDS = (b"", b"POST /echo HT", HEAD + b"Content-Length: 3\r\n\r\na")  # nothing, half a head, half a body
+
+
+@on_the_services_loop
+async def test_whoever_holds_most_sockets_loses_the_idle_ones_and_not_who_comes_next() -> None:
+    strangers: set[int] = set()
+
+    def ask(theirs: Address, _ours: Address) -> Found:
+        return Found(ESTABLISHED, 1001 if theirs[1] in strangers else 0)
+
+    async def held(stack: AsyncExitStack, port: int, sent: bytes = b"") -> Pipe:
+        reader, writer = await stack.enter_async_context(client(port))
+        writer.write(sent)
+        return reader, writer
+
+    async def ask_and_get(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"Content-Length: 1\r\n\r\nx")
+        assert (await answer(reader))[0] == 200
+
+    async with serving(DISPLACING, Owners(ask)) as port, AsyncExitStack() as stack:
+        mine = [await held(stack, port) for _ in range(2)]
+        for pipe in mine:
+            await ask_and_get(*pipe)
+        theirs = []
+        for number in range(20):
+            with socket.socket() as sock:
+                sock.bind(("127.0.0.1", 0))
+                sock.setblocking(False)
+                strangers.add(sock.getsockname()[1])
+                await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+                reader, writer = await asyncio.open_connection(sock=sock.dup())
+            stack.callback(writer.close)
+            writer.write(HOLDS[number % 3])
+            theirs.append(reader)
+        for reader in theirs[:13]:
+            assert await gone(reader), "the oldest of who has most"
+        for pipe in mine:
+            await ask_and_get(*pipe)
+        for _ in range(5):
+            async with client(port) as pipe:
+                await ask_and_get(*pipe)
+
+
+@on_the_services_loop
+async def test_without_other_users_the_longest_idle_socket_makes_room() -> None:
+    async with serving(DISPLACING) as port, AsyncExitStack() as stack:
+        held = [await stack.enter_async_context(client(port)) for _ in range(30)]
+        for number, (_, writer) in enumerate(held):
+            writer.write(HOLDS[number % 3])
+        for _ in range(3):
+            async with client(port) as (reader, writer):
+                writer.write(HEAD + b"Content-Length: 1\r\n\r\nx")
+                assert (await answer(reader))[0] == 200
+        assert [await gone(reader) for reader, _ in held[:20]] == [True] * 20
 
 
 @on_the_services_loop
