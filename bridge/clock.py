@@ -41,13 +41,16 @@ import logging
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from bridge.decoded import Natural, decoded
 from bridge.deflate import crc32
+from bridge.errors import CorruptData
 
 NAME = "clock"
 STEP = 1000  # ms that the wall clock must jump by to be reported
@@ -96,10 +99,13 @@ class Anchor(msgspec.Struct, frozen=True):
     """One moment on all clocks. Times in ms; `boot` is empty if it could not be read."""
 
     boot: str
-    boottime: int
-    wall: int
-    age: int
+    boottime: Natural
+    wall: Natural
+    age: Natural
     synchronised: bool
+
+
+_decoder = msgspec.msgpack.Decoder(Anchor)
 
 
 class Timeline:
@@ -250,10 +256,8 @@ class Clock:
             return None
         body = data[_HEAD.size :]
         if len(data) >= _HEAD.size and _HEAD.unpack_from(data) == (_MAGIC, crc32(body)):
-            try:
-                return msgspec.msgpack.decode(body, type=Anchor)
-            except msgspec.MsgspecError:
-                pass
+            with suppress(CorruptData):
+                return decoded(body, _decoder)
         log.warning("%s is damaged and is recreated; messages may be kept longer", self._path)
         return None
 

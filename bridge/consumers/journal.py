@@ -32,6 +32,7 @@ import msgspec
 from msgspec import Struct
 
 from bridge.consumers.position import Change
+from bridge.decoded import FromMinusOne, Natural, decoded
 from bridge.deflate import crc32
 from bridge.errors import CorruptData
 from bridge.streams.layout import Files, directory_name
@@ -52,16 +53,20 @@ class Identity(Struct, array_like=True, frozen=True):
     `begun` is the number of the consumer in `streams.meta`, -1 in a file of a version that does not know it.
     """
 
-    epoch: int
-    start: int = 0
+    epoch: Natural
+    start: Natural = 0
     start_time: str = ""
-    begun: int = -1
+    begun: FromMinusOne = -1
 
     def begins_as(self, other: Identity) -> bool:
         """As `export.cursor.Cursor.begins_as`, and of the same stream."""
         if self.begun < 0 or not other.begun:
             other = msgspec.structs.replace(other, begun=self.begun)
         return self == other
+
+
+_first = msgspec.msgpack.Decoder(tuple[Identity, Change])
+_change = msgspec.msgpack.Decoder(Change)
 
 
 class Loaded(Struct):
@@ -119,9 +124,11 @@ def _half(data: bytes, half: int, number: int) -> Loaded | None:
     if not bodies:
         return None
     try:
-        identity, whole = msgspec.msgpack.decode(bodies[0], type=tuple[Identity, Change])
-        changes = [msgspec.msgpack.decode(body, type=Change) for body in bodies[1:]]
-    except msgspec.MsgspecError:
+        identity, whole = decoded(bodies[0], _first)
+        changes = [decoded(body, _change) for body in bodies[1:]]
+    except CorruptData:
+        return None
+    if not all(first <= last for change in (whole, *changes) for first, last in change.settled):
         return None
     return Loaded(identity, [whole, *changes], _HEAD.unpack_from(data)[1], half, number)
 

@@ -11,6 +11,7 @@ from heapq import heapify, heappop, heappush
 
 from msgspec import Struct
 
+from bridge.decoded import Natural
 from bridge.ranges import Pair, Ranges, runs
 
 FEW = 100  # stale entries of `_due` that do no harm
@@ -33,11 +34,11 @@ class Lease(Struct, array_like=True):
 class Counts(Struct, array_like=True):
     """Counts of settled messages. `size` is the bytes of acknowledged payloads; `last_time` is Unix ms."""
 
-    messages: int = 0
-    size: int = 0
-    rejected: int = 0
-    skipped: int = 0
-    last_time: int = 0
+    messages: Natural = 0
+    size: Natural = 0
+    rejected: Natural = 0
+    skipped: Natural = 0
+    last_time: Natural = 0
 
 
 class Change(Struct, array_like=True, frozen=True):
@@ -46,10 +47,10 @@ class Change(Struct, array_like=True, frozen=True):
     `at` is its time. `leases` has the new and changed leases, as they are now.
     """
 
-    at: int
-    frontier: int
-    settled: list[Pair]
-    leases: list[tuple[int, int, int, int]]
+    at: Natural
+    frontier: Natural
+    settled: list[tuple[Natural, Natural]]
+    leases: list[tuple[Natural, Natural, Natural, Natural]]
     counts: Counts
 
 

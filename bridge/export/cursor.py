@@ -54,6 +54,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import struct
 import time
@@ -67,6 +68,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from bridge import clock
+from bridge.decoded import FromMinusOne, Natural, decoded
 from bridge.deflate import crc32
 from bridge.encryption import Keys, opening_of
 from bridge.errors import CorruptData, EncryptionKeyError
@@ -103,29 +105,29 @@ class Cursor(Struct, kw_only=True):
     Unix time in ms.
     """
 
-    epoch: int
+    epoch: Natural
     kind: str
-    start: int = 0
-    position: int = 0
-    planned: tuple[int, int] | None = None
-    messages: int = 0
-    size: int = 0
-    rejected: int = 0
-    skipped: int = 0
-    last_time: int = 0
+    start: Natural = 0
+    position: Natural = 0
+    planned: tuple[Natural, Natural] | None = None
+    messages: Natural = 0
+    size: Natural = 0
+    rejected: Natural = 0
+    skipped: Natural = 0
+    last_time: Natural = 0
     error: str | None = None
     state: bytes = b""
     transform: bytes = b""
-    reached: int = -1
+    reached: FromMinusOne = -1
     stopped: bytes = b""
-    limit: int = 0
-    error_since: int = 0
-    ahead: list[Pair] | UnsetType = UNSET
-    planned_ahead: Pair | UnsetType = UNSET
+    limit: Natural = 0
+    error_since: Natural = 0
+    ahead: list[tuple[Natural, Natural]] | UnsetType = UNSET
+    planned_ahead: tuple[Natural, Natural] | UnsetType = UNSET
     sealed: bool | UnsetType = UNSET  # only in the file
-    reserved: int | UnsetType = UNSET
+    reserved: FromMinusOne | UnsetType = UNSET
     boot: str | UnsetType = UNSET
-    begun: int | UnsetType = UNSET  # written by versions that know it
+    begun: FromMinusOne | UnsetType = UNSET  # written by versions that know it
 
     def begins_as(self, other: Cursor) -> bool:
         """Return whether no update has moved the start since. `other` is a new cursor.
@@ -135,6 +137,13 @@ class Cursor(Struct, kw_only=True):
         if self.begun is UNSET or not other.begun:
             return self.start == other.start
         return (self.start, self.begun) == (other.start, other.begun)
+
+    def makes_sense(self) -> bool:
+        """Return whether its ranges are ascending; a file may hold anything."""
+        pairs = self.ranges if self.batch is None else [*self.ranges, self.batch]
+        lasts = [-1, *(last for _, last in self.ranges)]
+        ascending = all(first > last for (first, _), last in zip(self.ranges, lasts, strict=False))
+        return ascending and all(first <= last for first, last in pairs)
 
     def sent(self, boot: str) -> int:
         """Return the highest number that may have been sent, as known in this boot; -1 if none."""
@@ -206,6 +215,10 @@ class Cursor(Struct, kw_only=True):
             error_since=self.error_since if self.error is not None else 0,
             exported_ahead=self.ranges,
         )
+
+
+_NUMBER = re.compile(r"[0-9]{1,19}")
+_decoder = msgspec.msgpack.Decoder(Cursor)
 
 
 def fingerprint(config: ExportConfig) -> bytes:
@@ -462,8 +475,10 @@ def _slots(fd: int) -> list[tuple[int, Cursor]]:
         body = data[_HEAD.size + 4 : _HEAD.size + 4 + length]
         crc = int.from_bytes(data[_HEAD.size : _HEAD.size + 4], "big")
         if magic == _MAGIC and len(body) == length and crc32(body, crc32(data[: _HEAD.size])) == crc:
-            with contextlib.suppress(msgspec.MsgspecError, struct.error):
-                cursor = msgspec.msgpack.decode(body, type=Cursor)
+            with contextlib.suppress(CorruptData, struct.error):
+                cursor = decoded(body, _decoder)
+                if not cursor.makes_sense():
+                    continue
                 if cursor.transform:
                     check, around = cursor.transform[: _SEAL.size], cursor.transform[_SEAL.size :]
                     content = os.pread(fd, AREA, _area(number))[: _SEAL.unpack(check)[0]]
@@ -497,6 +512,8 @@ class Skipped:
         for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
             fields = line.decode("ascii", "replace").split()
             if not line.endswith(b"\n") or len(fields) != 4 or fields[3] != _checksum(*fields[:3]):
+                break
+            if not (_NUMBER.fullmatch(fields[0]) and _NUMBER.fullmatch(fields[1])):
                 break
             self._join(int(fields[0]), int(fields[1]), fields[2])
             self._found += line

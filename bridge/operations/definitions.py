@@ -56,7 +56,7 @@ def stored(name: str, definition: bytes | None) -> MessageStreamDefinition:
     try:
         raw = msgspec.json.decode(definition or b"", type=dict[str, Any])
         return msgspec.convert(known_keys(raw), MessageStreamDefinition)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError, RecursionError, TypeError, AttributeError) as error:
         if definition is not None:
             log.error("its definition cannot be read (%s); update it", error, extra={"stream": name})
         return plain_definition(name)

@@ -38,6 +38,7 @@ from errno import EIO
 from pathlib import Path
 from typing import NamedTuple
 
+from bridge.decoded import MOST
 from bridge.deflate import crc32
 from bridge.streams.layout import Files
 from bridge.streams.segment import SECTOR
@@ -63,6 +64,7 @@ class DropReason(IntEnum):
     EXPORTED = 8  # freed by retention "exported" after all exports had passed them
 
 
+_REASONS = frozenset(map(int, DropReason))
 LOSSES = (DropReason.DAMAGED, DropReason.UNKNOWN)
 
 # After a power cut the limits are applied again and come to the same; the other records must be on the disk.
@@ -85,7 +87,8 @@ def _encode(drop: Drop) -> bytes:
 
 def _decode(data: bytes, pos: int) -> Drop | None:
     first, last, time, reason, crc = _RECORD.unpack_from(data, pos)
-    return Drop(first, last, time, reason) if crc32(data[pos : pos + _RECORD.size - 4]) == crc else None
+    sound = crc32(data[pos : pos + _RECORD.size - 4]) == crc and first <= last <= MOST and reason in _REASONS
+    return Drop(first, last, time, reason) if sound else None
 
 
 def _is_unfinished(data: bytes, pos: int, start: int = 0) -> bool:

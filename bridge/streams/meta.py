@@ -19,7 +19,9 @@ from pathlib import Path
 
 import msgspec
 
+from bridge.decoded import Natural, decoded
 from bridge.deflate import crc32
+from bridge.errors import CorruptData
 from bridge.streams.layout import Files
 
 _HEAD = struct.Struct("<8sII")
@@ -30,11 +32,11 @@ NAMES = ("meta.0", "meta.1")
 class MessageLimits(msgspec.Struct, frozen=True):
     """Message limits; None is no limit. Sizes in bytes (topic and payload), age in ms."""
 
-    max_messages: int | None = None
-    max_bytes: int | None = None
-    max_age: int | None = None
-    max_messages_per_topic: int | None = None
-    max_message_size: int | None = None
+    max_messages: Natural | None = None
+    max_bytes: Natural | None = None
+    max_age: Natural | None = None
+    max_messages_per_topic: Natural | None = None
+    max_message_size: Natural | None = None
     discard_new: bool = False
 
 
@@ -45,14 +47,14 @@ class StorageSettings(msgspec.Struct, frozen=True):
     stream first drops segments that all its exports have passed. `encryption`: new segments are encrypted.
     """
 
-    max_size: int = 256 * 1024 * 1024
-    segment_size: int = 16 * 1024 * 1024
-    ttl: int | None = None
+    max_size: Natural = 256 * 1024 * 1024
+    segment_size: Natural = 16 * 1024 * 1024
+    ttl: Natural | None = None
     overwrite: bool = False
     memory: bool = False
     flush: bool = False
     free_exported: bool = False
-    dedup_window: int | None = None
+    dedup_window: Natural | None = None
     limits: MessageLimits = MessageLimits()
     encryption: bool = False
 
@@ -67,15 +69,18 @@ class Meta(msgspec.Struct, frozen=True):
     """
 
     name: str
-    epoch: int
+    epoch: Natural
     salt: int
     settings: StorageSettings
     definition: bytes = b""
-    generation: int = 0
-    reserved: int = 0
+    generation: Natural = 0
+    reserved: Natural = 0
     drops: bool = False
     paused: tuple[str, ...] = ()
     begun: dict[str, int] = {}
+
+
+_decoder = msgspec.msgpack.Decoder(Meta)
 
 
 def encode(meta: Meta) -> bytes:
@@ -93,8 +98,8 @@ def decode(data: bytes) -> Meta | None:
     if magic != _MAGIC or len(body) != length or crc32(body) != crc:
         return None
     try:
-        return msgspec.msgpack.decode(body, type=Meta)
-    except msgspec.DecodeError:
+        return decoded(body, _decoder)
+    except CorruptData:
         return None
 
 

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bridge.errors import JournalFailed
+from bridge.decoded import decoded
+from bridge.errors import CorruptData, JournalFailed
 from bridge.mqtt.broker.journalfile import JournalFile
 from bridge.mqtt.broker.records import (
     Any_,
@@ -41,6 +42,7 @@ from bridge.mqtt.broker.records import (
     Settled,
     Subscribed,
     Unsubscribed,
+    check,
     opened_record,
     queued_record,
     retained_record,
@@ -104,12 +106,14 @@ class Journal:
         records: list[Any_] = []
         for body in self._file.read():
             try:
-                records.append(_decoder.decode(body))
-            except msgspec.MsgspecError as error:
+                record = decoded(body, _decoder)
+                check(record)
+            except (CorruptData, ValueError) as error:
                 log.warning(
                     "%s: a record cannot be read; it and all later ones are left out: %s", self._path, error
                 )
                 break
+            records.append(record)
         return records
 
     def open(self) -> None:

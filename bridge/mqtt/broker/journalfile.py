@@ -109,8 +109,15 @@ class JournalFile:
 
         Raises EncryptionKeyError without the master key, or OSError.
         """
-        data = self.path.read_bytes() if self.path.exists() else b""
-        pos = 0
+        data = self.path.read_bytes() if self.path.exists() else None
+        if data is not None and not data.rstrip(b"\0"):  # each start writes a record
+            log.warning(
+                "%s: it is empty: the sessions, wills and retained messages of the last run are lost, so "
+                "clients must subscribe again; if there is a backup of the file, stop the service and "
+                "restore it",
+                self.path,
+            )
+        data, pos = data or b"", 0
         for body, is_sealed, end in _frames(data):
             if is_sealed:
                 if self._keys is None:

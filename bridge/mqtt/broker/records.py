@@ -6,12 +6,15 @@ with a default, so a newer version can read the records of an older one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from bridge.access.rules import Holder
 from bridge.mqtt.broker.replay import digest_of
+from bridge.decoded import Natural
+from bridge.topics import is_topic_filter, is_topic_name, unshared
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.message import Message
     from bridge.mqtt.broker.outbox import Outgoing
     from bridge.mqtt.broker.sessions import Session
+
+
+PacketId = Annotated[int, msgspec.Meta(ge=0, le=65_535)]  # checked where it is decoded
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
@@ -36,7 +42,7 @@ class Opened(Record, frozen=True, tag=1):
 
     client: str
     user: str | None
-    expiry: int
+    expiry: Natural
     left: float
     proof: bytes = b""
     access: str = ""
@@ -77,7 +83,7 @@ class Queued(Record, frozen=True, tag=5):
     (`replay.digest_of`).
     """
 
-    number: int
+    number: Natural
     topic: bytes
     payload: bytes
     qos: int
@@ -85,7 +91,7 @@ class Queued(Record, frozen=True, tag=5):
     expires: float | None
     homes: list[tuple[str, int, bool, tuple[int, ...]]]
     sender: str = ""
-    id: int = 0
+    id: PacketId = 0
     shared: list[tuple[int, str, int, bool, tuple[int, ...], str]] = []
     stream: str = ""
     place: int = 0
@@ -96,7 +102,7 @@ class Settled(Record, frozen=True, tag=6):
     """A session no longer needs a queued message."""
 
     client: str
-    number: int
+    number: Natural
 
 
 class Retained(Record, frozen=True, tag=7):
@@ -114,22 +120,22 @@ class Received(Record, frozen=True, tag=8):
     """A QoS 2 packet id is in use by its client."""
 
     client: str
-    id: int
+    id: PacketId
 
 
 class Released(Record, frozen=True, tag=9):
     """A QoS 2 packet id is free again."""
 
     client: str
-    id: int
+    id: PacketId
 
 
 class Marked(Record, frozen=True, tag=10):
     """The journal has all that it needs of a stream's QoS 2 messages below `upto`, and of these numbers."""
 
     stream: str
-    upto: int
-    known: list[int] = []
+    upto: Natural
+    known: list[Natural] = []
 
 
 class Held(Record, frozen=True, tag=11):
@@ -139,7 +145,7 @@ class Held(Record, frozen=True, tag=11):
     """
 
     client: str
-    id: int
+    id: PacketId
     streams: list[str]
     digest: int = 0
 
@@ -168,7 +174,7 @@ class Sending(Record, frozen=True, tag=14):
     """
 
     client: str
-    id: int
+    id: PacketId
     number: int = 0
 
 
@@ -176,7 +182,7 @@ class Freed(Record, frozen=True, tag=15):
     """A session's subscriber has released this QoS 2 packet id."""
 
     client: str
-    id: int
+    id: PacketId
 
 
 class Fed(Record, frozen=True, tag=16):
@@ -205,6 +211,25 @@ Any_ = (
     | Freed
     | Fed
 )
+
+
+def check(record: Any_) -> None:
+    """Raise ValueError for a record that no version writes: the broker could not send what it says."""
+    qos, expires = getattr(record, "qos", 0), getattr(record, "expires", None)
+    topic = getattr(record, "topic", "a")
+    if isinstance(topic, bytes) and not is_topic_name(topic.decode().removeprefix("$")):
+        raise ValueError("a topic that is none")
+    if isinstance(record, Subscribed):
+        qos = record.subscription[1]
+        if not is_topic_filter(unshared(record.subscription[0])):
+            raise ValueError("a filter that is none")
+    homes = [one[1] for one in getattr(record, "homes", ())] + [
+        one[2] for one in getattr(record, "shared", ())
+    ]
+    if not all(0 <= one <= 2 for one in (qos, *homes)):
+        raise ValueError("a QoS that is none")
+    if not (math.isfinite(expires or 0) and math.isfinite(getattr(record, "left", 0.0))):
+        raise ValueError("a time that is none")
 
 
 def _at(message: Message) -> float | None:

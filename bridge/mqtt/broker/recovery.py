@@ -7,6 +7,8 @@ from bisect import bisect_right
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from bridge.access.rules import Identity
 from bridge.audit import Origin
 from bridge.clock import Deadline
@@ -282,7 +284,10 @@ async def find_stored_ids(broker: Broker) -> None:
             for message in messages:
                 if not message.headers or message.sequence_number in point.known:
                     continue
-                kept = headers.decode(message.headers)
+                try:
+                    kept = headers.decode(message.headers)
+                except (msgspec.MsgspecError, ValueError, RecursionError):
+                    continue  # nobody has written them, so they have no packet id
                 session = broker.sessions.get(kept.client)
                 if session is not None and kept.id:
                     digest = digest_of(message.topic, message.payload)
