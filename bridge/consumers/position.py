@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush
 
 from msgspec import Struct
 
-from bridge.decoded import Natural
+from bridge.decoded import Natural, Next
 from bridge.ranges import Pair, Ranges, runs
 
 FEW = 100  # stale entries of `_due` that do no harm
@@ -37,7 +37,7 @@ class Counts(Struct, array_like=True):
     messages: Natural = 0
     size: Natural = 0
     rejected: Natural = 0
-    skipped: Natural = 0
+    skipped: Next = 0
     last_time: Natural = 0
 
 
@@ -48,7 +48,7 @@ class Change(Struct, array_like=True, frozen=True):
     """
 
     at: Natural
-    frontier: Natural
+    frontier: Next
     settled: list[tuple[Natural, Natural]]
     leases: list[tuple[Natural, Natural, Natural, Natural]]
     counts: Counts

@@ -68,7 +68,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from bridge import clock
-from bridge.decoded import FromMinusOne, Natural, decoded
+from bridge.decoded import FromMinusOne, Natural, Next, decoded, follows
 from bridge.deflate import crc32
 from bridge.encryption import Keys, opening_of
 from bridge.errors import CorruptData, EncryptionKeyError
@@ -108,12 +108,12 @@ class Cursor(Struct, kw_only=True):
     epoch: Natural
     kind: str
     start: Natural = 0
-    position: Natural = 0
+    position: Next = 0
     planned: tuple[Natural, Natural] | None = None
     messages: Natural = 0
     size: Natural = 0
     rejected: Natural = 0
-    skipped: Natural = 0
+    skipped: Next = 0
     last_time: Natural = 0
     error: str | None = None
     state: bytes = b""
@@ -143,7 +143,8 @@ class Cursor(Struct, kw_only=True):
         pairs = self.ranges if self.batch is None else [*self.ranges, self.batch]
         lasts = [-1, *(last for _, last in self.ranges)]
         ascending = all(first > last for (first, _), last in zip(self.ranges, lasts, strict=False))
-        return ascending and all(first <= last for first, last in pairs)
+        ascending = ascending and all(first <= last for first, last in pairs)
+        return ascending and follows(self.position, self.skipped)
 
     def sent(self, boot: str) -> int:
         """Return the highest number that may have been sent, as known in this boot; -1 if none."""

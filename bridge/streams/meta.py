@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from bridge.decoded import Natural, decoded
+from bridge.decoded import Natural, Next, decoded, follows
 from bridge.deflate import crc32
 from bridge.errors import CorruptData
 from bridge.streams.layout import Files
@@ -74,7 +74,7 @@ class Meta(msgspec.Struct, frozen=True):
     settings: StorageSettings
     definition: bytes = b""
     generation: Natural = 0
-    reserved: Natural = 0
+    reserved: Next = 0
     drops: bool = False
     paused: tuple[str, ...] = ()
     begun: dict[str, int] = {}
@@ -98,9 +98,10 @@ def decode(data: bytes) -> Meta | None:
     if magic != _MAGIC or len(body) != length or crc32(body) != crc:
         return None
     try:
-        return decoded(body, _decoder)
+        meta = decoded(body, _decoder)
     except CorruptData:
         return None
+    return meta if follows(meta.reserved) else None
 
 
 def save(files: Files, directory: Path, meta: Meta, before: Meta | None = None) -> None:

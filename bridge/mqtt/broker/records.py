@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from bridge.access.rules import Holder
+from bridge.decoded import Natural, Next, follows
 from bridge.mqtt.broker.replay import digest_of
-from bridge.decoded import Natural
 from bridge.topics import is_topic_filter, is_topic_name, unshared
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Marked(Record, frozen=True, tag=10):
     """The journal has all that it needs of a stream's QoS 2 messages below `upto`, and of these numbers."""
 
     stream: str
-    upto: Natural
+    upto: Next
     known: list[Natural] = []
 
 
@@ -228,6 +228,8 @@ def check(record: Any_) -> None:
     ]
     if not all(0 <= one <= 2 for one in (qos, *homes)):
         raise ValueError("a QoS that is none")
+    if not follows(getattr(record, "upto", 0)):
+        raise ValueError("a number that is none")
     if not (math.isfinite(expires or 0) and math.isfinite(getattr(record, "left", 0.0))):
         raise ValueError("a time that is none")
 
