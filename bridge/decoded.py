@@ -14,15 +14,10 @@ from bridge.errors import CorruptData
 
 T = TypeVar("T")
 
-MOST = 2**63 - 1
+END, MOST = 2**63, 2**63 - 1
 Natural = Annotated[int, msgspec.Meta(ge=0, le=MOST)]  # checked where it is decoded
-Next = Annotated[int, msgspec.Meta(ge=0)]  # the number after one, or a count: up to MOST + 1, see `follows`
+Next = Annotated[int, msgspec.Meta(ge=0)]  # the number after one, or a count: at most END, as users check
 FromMinusOne = Annotated[int, msgspec.Meta(ge=-1, le=MOST)]  # -1: none
-
-
-def follows(*numbers: int) -> bool:
-    """Return whether each may be `Next`, for whose limit msgspec has no room."""
-    return all(number <= MOST + 1 for number in numbers)
 
 
 def decoded(body: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:

@@ -32,7 +32,7 @@ import msgspec
 from msgspec import Struct
 
 from bridge.consumers.position import Change
-from bridge.decoded import FromMinusOne, Natural, decoded, follows
+from bridge.decoded import END, FromMinusOne, Natural, decoded
 from bridge.deflate import crc32
 from bridge.errors import CorruptData
 from bridge.streams.layout import Files, directory_name
@@ -128,8 +128,8 @@ def _half(data: bytes, half: int, number: int) -> Loaded | None:
         changes = [decoded(body, _change) for body in bodies[1:]]
     except CorruptData:
         return None
-    for change in (whole, *changes):
-        if not (all(a <= b for a, b in change.settled) and follows(change.frontier, change.counts.skipped)):
+    for one in (whole, *changes):
+        if max(one.frontier, one.counts.skipped) > END or any(last < first for first, last in one.settled):
             return None
     return Loaded(identity, [whole, *changes], _HEAD.unpack_from(data)[1], half, number)
 

@@ -68,7 +68,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from bridge import clock
-from bridge.decoded import FromMinusOne, Natural, Next, decoded, follows
+from bridge.decoded import END, FromMinusOne, Natural, Next, decoded
 from bridge.deflate import crc32
 from bridge.encryption import Keys, opening_of
 from bridge.errors import CorruptData, EncryptionKeyError
@@ -143,8 +143,8 @@ class Cursor(Struct, kw_only=True):
         pairs = self.ranges if self.batch is None else [*self.ranges, self.batch]
         lasts = [-1, *(last for _, last in self.ranges)]
         ascending = all(first > last for (first, _), last in zip(self.ranges, lasts, strict=False))
-        ascending = ascending and all(first <= last for first, last in pairs)
-        return ascending and follows(self.position, self.skipped)
+        ordered = ascending and all(first <= last for first, last in pairs)
+        return ordered and max(self.position, self.skipped) <= END
 
     def sent(self, boot: str) -> int:
         """Return the highest number that may have been sent, as known in this boot; -1 if none."""

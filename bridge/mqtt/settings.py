@@ -77,22 +77,18 @@ def _parsed(url: str) -> Address | None:
 
 def origin_of(text: str) -> str:
     """Return the normal form of a web page's origin, as browsers write it. Raises ValueError."""
-    if text == "null":
-        return text
     try:
-        parts = urlsplit(text)
-        port = parts.port
+        parts = urlsplit("" if text == "null" else text)
+        port = None if parts.port == _WEB.get(parts.scheme) else parts.port
     except ValueError:
         parts, port = urlsplit(""), None
-    if not (parts.scheme and parts.hostname) or parts.username is not None or parts.query or parts.fragment:
-        raise ValueError(
-            f'`origins`: {text!r} is not an origin; write it like "https://host:8443", or "null"'
-        )
-    if parts.path:
-        raise ValueError(f"`origins`: {text!r} has a path; write {parts.scheme}://{parts.netloc}")
-    host = normal(parts.hostname)
-    host = f"[{host}]" if ":" in host else host
-    return f"{parts.scheme}://{host}" + ("" if port in (None, _WEB.get(parts.scheme)) else f":{port}")
+    rest = parts.path or parts.query or parts.fragment or parts.username is not None
+    if text != "null" and (rest or not (parts.scheme and parts.hostname)):
+        why = 'is not an origin; write it like "https://host:8443", without a path, or "null"'
+        raise ValueError(f"`origins`: {text!r} {why}")
+    host = normal(parts.hostname or "")
+    place = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{place}{'' if port is None else f':{port}'}" if host else text
 
 
 class TlsSettings(Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from bridge.net.addresses import IPAddress, parse
 
@@ -61,7 +61,6 @@ def allowed() -> Iterator[None]:
 
 
 def _address(host: object) -> IPAddress | None:
-    try:
+    with suppress(ValueError):
         return parse(str(host))
-    except ValueError:
-        return None
+    return None

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from bridge.decoded import Natural, Next, decoded, follows
+from bridge.decoded import END, Natural, Next, decoded
 from bridge.deflate import crc32
 from bridge.errors import CorruptData
 from bridge.streams.layout import Files
@@ -101,7 +101,7 @@ def decode(data: bytes) -> Meta | None:
         meta = decoded(body, _decoder)
     except CorruptData:
         return None
-    return meta if follows(meta.reserved) else None
+    return meta if meta.reserved <= END else None
 
 
 def save(files: Files, directory: Path, meta: Meta, before: Meta | None = None) -> None:

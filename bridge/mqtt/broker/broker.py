@@ -457,10 +457,8 @@ def _is_bridge(session: Session) -> bool:
     Bridges publish their state below `$SYS/`, at a topic that their configuration may choose, and some send
     all that their broker publishes there. A refusal would end them.
     """
-    will = session.will
-    return (session.line is not None and session.line.bridge) or (
-        will is not None and will.topic.startswith(OURS)
-    )
+    line, will = session.line, session.will
+    return (line is not None and line.bridge) or (will is not None and will.topic.startswith(OURS))
 
 
 class _Settling:

@@ -111,12 +111,8 @@ class JournalFile:
         """
         data = self.path.read_bytes() if self.path.exists() else None
         if data is not None and not data.rstrip(b"\0"):  # each start writes a record
-            log.warning(
-                "%s: it is empty: the sessions, wills and retained messages of the last run are lost, so "
-                "clients must subscribe again; if there is a backup of the file, stop the service and "
-                "restore it",
-                self.path,
-            )
+            lost = "the sessions, wills and retained messages of the last run are lost; restore a backup"
+            log.warning("%s: it is empty: %s", self.path, lost)
         data, pos = data or b"", 0
         for body, is_sealed, end in _frames(data):
             if is_sealed:

@@ -10,10 +10,9 @@ logged reason, after the acknowledgements of earlier messages. QoS 0 is dropped 
 A refusal is permanent (`PERMANENT`) if the same message would be refused again, whatever is exported or
 purged until then. A 3.1.1 client would resend such a message on each connection, and never get to the next
 one. With `[mqtt] refused_stream` it is stored there instead, and acknowledged as usual. It goes to none of
-its own streams and to no subscriber, and is not retained. So is a message on a topic that the rules forbid,
-from a client that cannot be told (3.1.1, or QoS 0; an MQTT 5 client gets 0x87). Without that stream,
-`forbidden = "acknowledge"` acknowledges it where no stream takes the topic (MQTT-3.3.5-2): such an
-acknowledgement never means stored. A refusal that may pass, such as the time-out of a plugin, does neither.
+its own streams and to no subscriber, and is not retained. So is what the rules forbid a client that cannot be
+told (3.1.1, or QoS 0). Without that stream, `forbidden = "acknowledge"` acknowledges it where no stream takes
+the topic (MQTT-3.3.5-2). A refusal that may pass, such as the time-out of a plugin, does neither.
 
 A limit of retained messages refuses no message that has a stream: it is stored, delivered and acknowledged,
 but not retained. Without a stream that is so too, except that an MQTT 5 client is told that its message is

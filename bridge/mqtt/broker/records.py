@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from bridge.access.rules import Holder
-from bridge.decoded import Natural, Next, follows
+from bridge.decoded import END, Natural, Next
 from bridge.mqtt.broker.replay import digest_of
 from bridge.topics import is_topic_filter, is_topic_name, unshared
 
@@ -215,23 +215,17 @@ Any_ = (
 
 def check(record: Any_) -> None:
     """Raise ValueError for a record that no version writes: the broker could not send what it says."""
-    qos, expires = getattr(record, "qos", 0), getattr(record, "expires", None)
-    topic = getattr(record, "topic", "a")
-    if isinstance(topic, bytes) and not is_topic_name(topic.decode().removeprefix("$")):
-        raise ValueError("a topic that is none")
+    topic, qos = getattr(record, "topic", ""), [getattr(record, "qos", 0)]
+    times = (getattr(record, "expires", None) or 0, getattr(record, "left", 0.0))
+    sound = not isinstance(topic, bytes) or is_topic_name(topic.decode().removeprefix("$"))
     if isinstance(record, Subscribed):
-        qos = record.subscription[1]
-        if not is_topic_filter(unshared(record.subscription[0])):
-            raise ValueError("a filter that is none")
-    homes = [one[1] for one in getattr(record, "homes", ())] + [
-        one[2] for one in getattr(record, "shared", ())
-    ]
-    if not all(0 <= one <= 2 for one in (qos, *homes)):
-        raise ValueError("a QoS that is none")
-    if not follows(getattr(record, "upto", 0)):
-        raise ValueError("a number that is none")
-    if not (math.isfinite(expires or 0) and math.isfinite(getattr(record, "left", 0.0))):
-        raise ValueError("a time that is none")
+        qos.append(record.subscription[1])
+        sound = is_topic_filter(unshared(record.subscription[0]))
+    elif isinstance(record, Queued):
+        qos += [one[1] for one in record.homes] + [one[2] for one in record.shared]
+    sound = sound and getattr(record, "upto", 0) <= END and all(map(math.isfinite, times))
+    if not (sound and set(qos) <= {0, 1, 2}):
+        raise ValueError("a topic, a QoS, a number or a time that is none")
 
 
 def _at(message: Message) -> float | None:

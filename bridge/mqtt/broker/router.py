@@ -37,11 +37,11 @@ OURS = "$SYS/"  # where this broker publishes its state
 # By default, Mosquitto publishes here, at both ends, that one of its bridges is connected.
 BRIDGE_STATE = f"{OURS}broker/connection/"
 RESERVED = (OURS, SHARE, REQUEST_LEVEL + "/")
-# The levels below $SYS/broker/ of `server.systopics`. No will of an ordinary client may be there.
-STATUS = {
-    "bytes", "clients", "heap", "load", "messages", "publish", "retained messages", "shared_subscriptions",
-    "store", "subscriptions", "uptime", "version",
-}  # fmt: skip
+# How the topics of `server.systopics` go on. No will of an ordinary client may be there.
+STATUS = (
+    "bytes", "clients", "heap", "load", "messages", "publish", "retained", "shared_", "store",
+    "subscriptions", "uptime", "version",
+)  # fmt: skip
 ROUTE = 500  # bytes of a route,
 RECEIVER = 150  # and of one of its receivers
 PRUNED = 50  # filters taken out of the tree between two looks at the clock
@@ -63,9 +63,9 @@ class Route:
         "shares",
         "stream",
         "streams",
+        "undecided",
         "unmatched",
         "unwanted",
-        "undecided",
         "with_client",
     )
 
@@ -95,8 +95,7 @@ class Route:
 
 def is_status(topic: str) -> bool:
     """Return whether this broker publishes its state on a topic."""
-    levels = topic.split("/")
-    return topic.startswith(f"{OURS}broker/") and levels[2] in STATUS
+    return topic.startswith(tuple(f"{OURS}broker/{level}" for level in STATUS))
 
 
 class Router:

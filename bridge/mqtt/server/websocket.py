@@ -5,11 +5,9 @@ bytes, and the borders of frames mean nothing. The payload in each read is passe
 cannot make us reserve memory by announcing a length, and tiny frames cost little. If a read has more than
 `MANY` frames, later turns handle the rest.
 
-A web page acts with what its browser has, and nobody asks its user: a place in the network, a certificate. So
-where that alone lets a client in, only pages whose origin the listener names come in (`may_come_from`). What
-the page says about the host that it asks for proves nothing: its own name may lead here.
-
-A refused request gets a body that says why; so does the log, and `refused_websocket` counts it.
+A web page acts with the place in the network and the certificate of its browser. Where these alone let a
+client in, only pages whose origin the listener names come in (`may_come_from`); Host proves nothing. A
+refused request gets a body that says why. So does the log, and `refused_websocket` counts it.
 
 No library, because a frame and its answer cost 2 us here, 5 us with the sans-I/O core of websockets and 14.5
 us with wsproto.
