@@ -1,6 +1,7 @@
 """Templates over a message: text with fields, such as `{topic/1}-{json:/device/id}`.
 
     {topic}            the whole topic            {topic/N}   its level N, from 0; {topic/-1} is the last
+    {topic/N/#}        its level N and all after it
     {stream} {gateway} their names                {json:/P}   the value at the JSON pointer /P of the payload
     {client}           the MQTT client id of the publisher
     {epoch} {sequence_number}                     with the stream, what identifies the message
@@ -120,11 +121,13 @@ def field(name: str) -> Field:
     """The field of a name, such as `topic/1`; raises ValueError for an unknown one."""
     if name in _PLAIN:
         return _PLAIN[name]
-    if re.fullmatch(r"topic/-?\d{1,5}", name):
-        return _level(int(name[6:]))
+    if found := re.fullmatch(r"topic/(-?\d{1,5})(/#)?", name):
+        return _level(name, int(found[1]), rest=found[2] is not None)
     if name.startswith("json:/"):
         return _pointer(name[5:])
-    known = " ".join(f"{{{each}}}" for each in ("topic", "topic/N", "json:/pointer", *list(_PLAIN)[1:]))
+    known = " ".join(
+        f"{{{each}}}" for each in ("topic", "topic/N", "topic/N/#", "json:/pointer", *list(_PLAIN)[1:])
+    )
     raise ValueError(f"{{{name}}} is not a field; known fields: {known}")
 
 
@@ -148,12 +151,14 @@ _PLAIN: dict[str, Field] = {
 }
 
 
-def _level(number: int) -> Field:
+def _level(name: str, number: int, *, rest: bool) -> Field:
     def level(message: Message) -> str:
+        levels = message.record.topic.split("/")
         try:
-            return message.record.topic.split("/")[number]
+            found = levels[number]
         except IndexError:
-            raise NoValue(f"{{topic/{number}}}: the topic has no such level") from None
+            raise NoValue(f"{{{name}}}: the topic has no such level") from None
+        return "/".join(levels[number:]) if rest else found
 
     return level
 

@@ -57,6 +57,8 @@ def both(
         ("up/gw7/#", "up/{gateway}/{topic/1}", "up/gw7/+"),
         ("up/{gateway}/#", "up/{gateway}/{topic/1}", "up/gw7/+"),
         ("up/readings/plant", "up/{stream}/{topic/0}", "up/readings/plant"),
+        ("up/7/temp", "up/{topic/1/#}", "up/+/temp"),
+        ("up/a/b/c", "up/{topic/3/#}", "up/#"),
         ("up/a/b/c", "up/{json:/to}", "up/#"),
         ("up/a/b/c", "up/{client}/x", "up/#"),
         ("up/a/b", "up/a/b", "up/a/b"),

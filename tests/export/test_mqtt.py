@@ -80,6 +80,8 @@ def test_the_connection_has_a_stable_name_and_leaves_no_session(broker: Answerin
         ("{topic}", "plant/7/temp"),
         ("sites/{gateway}/{stream}/{topic/1}/{topic/-1}", "sites/gw/plant/7/temp"),
         ("devices/{client}", "devices/press-7"),
+        ("sites/north/{topic/1/#}", "sites/north/7/temp"),
+        ("last/{topic/-1/#}", "last/temp"),
         ("{json:/device/id}/up", "d1/up"),
         ("fixed", "fixed"),
     ],

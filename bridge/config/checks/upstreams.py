@@ -117,10 +117,12 @@ def sent_to(export: DeclaredExport, gateway: str) -> Iterator[str]:
                 return topic.replace("+", LEVEL).replace("#", UNKNOWN)
             if name in ("epoch", "sequence_number", "ingest_time", "ingest_millis"):
                 return LEVEL
-            if re.fullmatch(r"topic/\d+", name):
-                number = int(name[6:])
-                known = number < len(levels) and not {"+", "#"} & set(levels[: number + 1])
-                return levels[number] if known else LEVEL
+            if place := re.fullmatch(r"topic/(\d+)(/#)?", name):
+                number, rest = int(place[1]), place[2] is not None
+                if number >= len(levels) or "#" in levels[: number + 1]:
+                    return UNKNOWN if rest else LEVEL
+                wanted = levels[number:] if rest else levels[number : number + 1]
+                return "/".join(wanted).replace("+", LEVEL).replace("#", UNKNOWN)
             return LEVEL if re.fullmatch(r"topic/-\d+", name) else UNKNOWN
 
         yield _filter_of(re.sub(r"\{([^{}]*)\}", field, template))
