@@ -65,6 +65,7 @@ mode = "external"
 [mqtt.external]
 url = "mqtt://127.0.0.1:%d"
 username = "gateway"
+protocol = "3.1.1"
 """
 LISTEN = 'listen = ["tcp://127.0.0.1:0"]\n'
 DEVICES = 4

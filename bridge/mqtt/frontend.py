@@ -12,9 +12,14 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import ConfigError
+from bridge.mqtt.broker.journal import Journal
+from bridge.mqtt.broker.journalfile import DIRECTORY
+from bridge.mqtt.broker.recovery import recover_alone
 from bridge.mqtt.server import clients
 from bridge.mqtt.server.server import Server
 from bridge.mqtt.upstream.intake import IntoBroker, IntoStreams
+from bridge.mqtt.upstream.requests import Requests
+from bridge.mqtt.upstream.upstream import Upstream
 from bridge.runtime import LoopRuntime
 
 if TYPE_CHECKING:
@@ -24,7 +29,6 @@ if TYPE_CHECKING:
     from bridge.access.logins import Access
     from bridge.auth.supervisor import Auth
     from bridge.mqtt.settings import MqttConfig, UpstreamSettings
-    from bridge.mqtt.upstream.upstream import Upstream
     from bridge.net.connected import Connected
     from bridge.operations.catalog import Operations
     from bridge.runtime import Runtime
@@ -56,6 +60,7 @@ class MqttFrontEnd:
         self._runtime = runtime or LoopRuntime(THREADS, "mqtt")
         self._server: Server | None = None
         self._external: Upstream | None = None
+        self._journal: Journal | None = None  # of mode "external"
         self._upstreams: dict[str, Upstream] = {}
         self._started: set[Upstream] = set()
         self._change: asyncio.Task[None] | None = None  # of the upstreams, after a reload
@@ -67,7 +72,7 @@ class MqttFrontEnd:
         """
         if self._config.mode == "external":
             _refuse(self._settings)
-            self._external = self._make_external()
+            self._external = await self._make_external()
             await self._external.start()
             return []
         self._server = Server(self._config, self._operations, self._access, self._runtime, self._auth)
@@ -81,6 +86,7 @@ class MqttFrontEnd:
             raise
         for upstream in self._upstreams.values():
             await self._begin(upstream)
+        self._forget_removed()
         return urls
 
     async def stop(self) -> None:
@@ -92,12 +98,16 @@ class MqttFrontEnd:
         for part in (self._external, self._server):
             if part is not None:
                 await part.stop()
+        if self._journal is not None:
+            self._operations.manager.on_bindings_changed.remove(self._journal.renew)
+            self._journal.close()
         self._runtime.close()
 
     @property
     def failed(self) -> bool:
         """Return whether the sessions cannot be written to the disk."""
-        return self._server is not None and self._server.broker.journal.failed
+        journal = self._server.broker.journal if self._server is not None else self._journal
+        return journal is not None and journal.failed
 
     def reload(self, config: MqttConfig, upstreams: Sequence[UpstreamSettings] = ()) -> None:
         """Apply users, rules, certificates and upstreams, all or nothing. Raises ConfigError."""
@@ -132,6 +142,16 @@ class MqttFrontEnd:
         for upstream in fresh:
             if upstream in self._upstreams.values():  # unless another reload has replaced it
                 await self._begin(upstream)
+        self._forget_removed()
+
+    def _forget_removed(self) -> None:
+        """Forget our sessions at brokers that are no upstreams any more."""
+        assert self._server is not None
+        broker, used = self._server.broker, {one.joined for one in self._upstreams.values()}
+        for name, joined in list(broker.joined.items()):
+            if joined not in used:
+                joined.begin_anew("", broker.journal)
+                del broker.joined[name]
 
     async def _begin(self, upstream: Upstream) -> None:
         self._started.add(upstream)
@@ -147,11 +167,9 @@ class MqttFrontEnd:
         name, user = settings.name, settings.user
         client_id = settings.client_id or f"{self._gateway}-{name}"
         identify = None if user is None else partial(self._access.identify, f"upstream:{name}", user)
-        former = self._upstreams[name].filters if name in self._upstreams else ()
-        from bridge.mqtt.upstream.upstream import Upstream  # paho takes 5 MiB, and few gateways need it
-
+        broker = self._server.broker
         try:
-            intake = IntoBroker(self._server.broker, name, settings.mapping, self._gateway, identify)
+            intake = IntoBroker(broker, name, settings.mapping, self._gateway, identify)
         except ValueError as error:
             raise ConfigError(f"upstream {name!r}: with the gateway id {self._gateway!r}: {error}") from error
         return Upstream(
@@ -159,23 +177,33 @@ class MqttFrontEnd:
             intake,
             self._operations.manager,
             self._runtime,
+            broker.journal,
+            broker.join(f"upstream:{name}"),
             named=lambda key: f"{key} of upstream {name!r}",
             client_id=client_id,
             gateway=self._gateway,
-            former=former,
         )
 
-    def _make_external(self) -> Upstream:
-        from bridge.mqtt.upstream.requests import Requests
-        from bridge.mqtt.upstream.upstream import Upstream
-
+    async def _make_external(self) -> Upstream:
         settings, manager = self._config.external, self._operations.manager
+        store = manager.store
+        self._journal = journal = Journal(
+            store.data_dir / DIRECTORY / "external.journal",
+            store.clock.boot,
+            self._runtime,
+            store.keys,
+            lambda: store.encrypts,
+        )
+        joined = await recover_alone(journal, manager, "external", store.clock.boot)
+        manager.on_bindings_changed.append(journal.renew)
         requests = Requests(settings, self._operations, self._access, self._config.max_packet)
         return Upstream(
             settings,
             IntoStreams(manager, settings, requests),
             manager,
             self._runtime,
+            journal,
+            joined,
             named=lambda key: f"mqtt.external.{key}",
             client_id=settings.client_id or "streambridge",
             gateway=self._gateway,

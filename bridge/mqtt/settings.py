@@ -271,7 +271,7 @@ class ListenerSettings(NamedTuple):
 class BrokerSettings(Struct, frozen=True, kw_only=True):
     """How another broker is reached. The client id names our session there, which outlives connections.
 
-    Files are read again for each connection.
+    Files are read again for each connection. `protocol` left out is MQTT 5, or 3.1.1 if the broker refuses 5.
     """
 
     url: str = "mqtt://127.0.0.1:1883"
@@ -282,7 +282,7 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     cert: Path | None = None
     key: Path | None = None
     alpn: str | None = None
-    protocol: Literal["3.1.1", "5"] = "5"
+    protocol: Literal["3.1.1", "5"] | None = None
     keep_alive: Annotated[int, Meta(ge=1, le=65_535)] = 30
 
     def __post_init__(self) -> None:
@@ -315,7 +315,6 @@ class ExternalSettings(BrokerSettings, frozen=True, kw_only=True):
     """
 
     client_id: str | None = "streambridge"
-    protocol: Literal["3.1.1", "5"] = "3.1.1"
     share_group: str | None = None
     operations: bool = False
 
@@ -349,7 +348,7 @@ class UpstreamSettings(BrokerSettings, frozen=True, kw_only=True):
         ]
         if self.password_file is not None and self.username is None:
             mistakes.append("`password_file` needs `username`")
-        if self.session_expiry is not None and self.protocol != "5":
+        if self.session_expiry is not None and self.protocol == "3.1.1":
             mistakes.append('`session_expiry` needs protocol = "5"')
         if not self.mapping:
             mistakes.append("`mapping` is empty; add [[upstream.mapping]] with a filter")

@@ -6,7 +6,9 @@ They are a msgpack map without the keys that have their default, or b"" if all h
     key            value                                   from
     retain, dup    true                                    flags of the PUBLISH (3.1.1 section 3.3.1)
     client, id     client id, packet id                    QoS 2, to store the message once (4.3.3);
-                                                           the client id also if an export needs it
+                                                           the client id also if an export needs it;
+                                                           from another broker: the name of the
+                                                           upstream, and the packet id + 65,536
     user           [[name, value], ...] strings            MQTT 5 User Properties
     type           string                                  MQTT 5 Content Type
     utf8           true                                    MQTT 5 Payload Format Indicator

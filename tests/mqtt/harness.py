@@ -279,13 +279,14 @@ async def running(
         limits.setdefault("connect_timeout", 3_600_000)
     config = MqttConfig(**{"listen": ["tcp://127.0.0.1:0"], "limits": Limits(**limits), **settings})
     bridge = Bridge(root, config, hurry=hurry, upstreams=upstreams, auth=auth)
+    before = asyncio.all_tasks()  # of other bridges
     await bridge.start()
     try:
         bridge.stream("s", "in/#")
         yield bridge
     finally:
         await bridge.stop()
-        left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        left = [task for task in asyncio.all_tasks() - before if task is not asyncio.current_task()]
         for task in left:
             task.cancel()
     assert not left, f"tasks left behind by the bridge: {left}"

@@ -34,7 +34,9 @@ def with_bytes(
             async with (
                 asyncio.timeout(240),
                 BrokerOfBytes() as broker,
-                running(tmp_path, hurry, **external(broker.port, operations=True)) as bridge,
+                running(
+                    tmp_path, hurry, **external(broker.port, operations=True, protocol="3.1.1")
+                ) as bridge,
             ):
                 await until(lambda: broker.got("SUBSCRIBE streams/s/#"))
                 await test(broker, bridge)
@@ -251,13 +253,16 @@ async def test_requests_that_wait_are_bounded_and_hold_no_message_up(
 
 
 @with_bytes
-async def test_a_message_with_a_malformed_topic_is_dropped_and_counted_and_stops_nothing(
+async def test_a_message_with_a_malformed_topic_ends_one_connection_and_is_then_dropped_and_counted(
     broker: BrokerOfBytes, bridge: Bridge
 ) -> None:
-    broker.send(b"in/\xff", b"1", 1, 1)
-    broker.send("in/a", b"2", 1, 2)
+    broker.session_present = True
+    for connection in (1, 2):
+        await connected(bridge, connection)
+        broker.send(b"in/\xff", b"1", 1, 1)
+        broker.send("in/a", b"2", 1, 2)
     await until(lambda: broker.got("PUBACK 2"))
-    assert broker.got("PUBACK 1")
+    assert broker.got("PUBACK") == ["2 PUBACK 1", "2 PUBACK 2"]
     assert await bridge.payloads() == [b"2"]
     assert bridge.stat("dropped_malformed") == 1
 

@@ -7,6 +7,7 @@ broker                        the methods that a connection calls; life of sessi
 publishing, inbox, router     what happens to a PUBLISH; when it is answered; where it goes
 outbox, sessions, retained    the queue of a subscriber; the state of a client; retained messages
 message, store, line          a message on its way; streams and connections as the broker uses them
+joined                        our session at another broker
 turns, reports                fairness between clients; counters and log
 journal, records, journalfile, replay, recovery
                               the journal, its records, its file, and how a start reads it

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from bridge import audit
 from bridge.access.accesses import Accesses
 from bridge.mqtt.broker.inbox import Inbox
+from bridge.mqtt.broker.joined import ABOVE, Joined
 from bridge.mqtt.broker.journal import Journal
 from bridge.mqtt.broker.journalfile import NAME
 from bridge.mqtt.broker.line import GONE
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.settings import Limits
     from bridge.mqtt.wire.packets import Will
     from bridge.runtime import Runtime, Timer
+    from bridge.streams.headers import Headers
 
 SETTLE_TIMEOUT = 5.0  # seconds to wait for the commit of what a client's last connection published
 REVOKED = "it could not log in any more with the name, password, token or certificate that it has shown"
@@ -140,6 +142,7 @@ class Broker:
         self.wills = Wills(runtime, clock, self.journal, self.publisher, self.counts)
         self.subscribing = Subscribing(runtime, self.router, self.journal, self.turns, limits, self.reports)
         self.stopping = False
+        self.joined: dict[str, Joined] = {}  # our sessions at other brokers
         # Each client's newest connection, until it is closed and all that it published is settled.
         self._newest: dict[str, Inbox] = {}
 
@@ -148,7 +151,7 @@ class Broker:
     async def start(self) -> None:
         """Restore the sessions. Raises OSError if the journal cannot be written."""
         await recover(self.journal.read(), self)
-        await find_stored_ids(self)
+        await find_stored_ids(self.journal, self.store, self._session_of, self._delivers)
         self.journal.snapshot = lambda: snapshot(self)
         self.journal.referred = lambda: referred(self)
         self.journal.open()
@@ -305,6 +308,18 @@ class Broker:
         session = inbox.session
         if session is not None and self._newest.get(session.client_id) is inbox:
             del self._newest[session.client_id]
+
+    def _session_of(self, kept: Headers) -> Session | None:
+        """Return the session to which the QoS 2 id of a stored message belongs."""
+        return self.joined.get(kept.client) if kept.id >= ABOVE else self.sessions.get(kept.client)
+
+    def _delivers(self, kept: Headers, topic: bytes) -> bool:
+        """Whether a message of another broker is more than what streams have of it."""
+        return kept.id >= ABOVE and (kept.retain or self.router.route(topic).delivers)
+
+    def join(self, name: str) -> Joined:
+        """Return our session at another broker."""
+        return self.joined.setdefault(name, Joined(name))
 
     def unstored_ids(self, session: Session) -> set[int]:
         """Return the QoS 2 ids of a session whose messages may not be stored yet."""

@@ -29,7 +29,7 @@ from bridge.errors import (
     StreamFull,
     Unauthorized,
 )
-from bridge.mqtt.broker.replay import Partial
+from bridge.mqtt.broker.replay import QUEUES, Partial, Unstored
 from bridge.mqtt.wire.packets import (
     BAD_TOPIC_NAME,
     IMPLEMENTATION_ERROR,
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
     from bridge.mqtt.broker.journal import Journal
     from bridge.mqtt.broker.line import Line
-    from bridge.mqtt.broker.replay import Unstored
     from bridge.mqtt.broker.sessions import Session
-    from bridge.mqtt.broker.store import Committer
+    from bridge.mqtt.broker.store import Committer, Stream
+    from bridge.mqtt.wire.packets import Publish
 
 _NOTHING: deque[Batch | Single] = deque()  # shared, and never added to
 UNSENT_BATCHES = 1_000  # reads that may wait for their commit before reading is paused
@@ -83,6 +83,21 @@ class Batch:
         self.error: StreamError | None = None
         self.failed: frozenset[Committer] = frozenset()  # only kept when several are touched
         self.close: tuple[str, str, int] | None = None  # counter, text, reason: close after these acks
+
+    def use_id(
+        self, journal: Journal, packet: Publish, new: Mapping[Stream, int], *, delivered: bool = False
+    ) -> None:
+        """The QoS 2 id of a message is in use if the commit succeeds; `new` are its numbers."""
+        self.ids[packet.number] = Unstored(packet.topic, packet.payload, dict(new), delivered)
+        for stream, place in new.items():
+            journal.replay_points[stream.name].expect(place, self)
+
+    def use_id_alone(self, journal: Journal, packet_id: int) -> None:
+        """The QoS 2 id of a message that is in no stream is in use."""
+        session = self.inbox.session
+        assert session is not None
+        journal.received(session, packet_id)
+        self.touched[journal] = None
 
     def committed(self, error: StreamError | None, committer: Committer | None = None) -> None:
         """Record that something it touched is committed or has failed."""
@@ -178,6 +193,11 @@ class Inbox:
         """Return these, and those of the read that is being processed."""
         return self.unstored_ids if self.newest is None else self.unstored_ids.union(self.newest.ids)
 
+    def uncommitted(self) -> dict[int, Unstored]:
+        """Return the messages of `uncommitted_ids`."""
+        newest = () if self.newest is None else (self.newest,)
+        return {packet_id: one for batch in (*self._batches, *newest) for packet_id, one in batch.ids.items()}
+
     def is_unstored(self, packet_id: int) -> bool:
         """Return whether a QoS 2 id is one of these."""
         return any(packet_id in batch.ids for batch in self._batches)
@@ -197,7 +217,7 @@ class Inbox:
             if batch.acks:
                 self.line.acknowledge(batch.acks)
             return
-        if not batch.acks and batch.close is None:
+        if not batch.acks and batch.close is None and not batch.ids:
             return  # only QoS 0, so no client waits for it
         self._queue(batch)
         batch.waiting = len(touched)
@@ -235,6 +255,12 @@ class Inbox:
         if self._batches is _NOTHING:
             self._batches = deque()
         self._batches.append(batch)
+
+    def mute(self) -> None:
+        """Answer no earlier read: the connection on which it came has ended, and another may follow."""
+        for batch in self._batches:
+            if isinstance(batch, Batch):
+                batch.acks.clear()
 
     def _hold(self) -> None:
         self._held = True
@@ -301,6 +327,8 @@ class Inbox:
         session.free_ids(batch.ids)
         for packet_id, unstored in batch.ids.items():
             stored = {at.name for at in unstored.places if at not in batch.failed} if batch.failed else set()
+            if unstored.delivered:
+                stored.add(QUEUES)
             if stored:
                 found, digest = session.partial.setdefault(packet_id, Partial()), unstored.digest
                 found.hold(digest, found.streams(digest) | stored)

@@ -7,10 +7,13 @@ ids in use are unknown, so none counts as in use: a duplicate is better than a l
 What it keeps: persistent sessions with their subscriptions, and which of these still get retained messages;
 QoS 1 and 2 messages of ordinary topics and of upstreams until each persistent subscriber has acknowledged
 them; QoS 2 packet ids in use, in both directions; wills of persistent sessions that may still have to be
-published; retained messages. Of messages that devices publish on stream topics, it has references to the
-stream, for persistent sessions that are away. A clean stop replaces these by the messages themselves, so that
-they outlive their segments, and streams in memory. A kill loses those that the stream has dropped by then,
-and what was under way to clients that were connected. The next start counts and logs that (`recovery`).
+published; retained messages; our own sessions at other brokers (`joined`). Of messages that devices publish
+on stream topics, it has references to the stream, for persistent sessions that are away. A clean stop
+replaces these by the messages themselves, so that they outlive their segments, and streams in memory. A kill
+loses those that the stream has dropped by then, and what was under way to clients that were connected. The
+next start counts and logs that (`recovery`).
+
+In mode "external", `external.journal` has our session at that broker, and this file stays as it is.
 
 While any stream is encrypted, this file is too, because its messages may contain the same secrets.
 
@@ -34,6 +37,7 @@ from bridge.mqtt.broker.records import (
     Fed,
     Freed,
     Held,
+    Joined,
     Marked,
     Received,
     Record,
@@ -62,6 +66,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.outbox import Outgoing
     from bridge.mqtt.broker.sessions import Session
     from bridge.mqtt.broker.store import Stream
+    from bridge.mqtt.wire.packets import Publish
     from bridge.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -230,6 +235,17 @@ class Journal:
         """Only some streams have a message of a QoS 2 id."""
         streams = session.partial[packet_id][digest]
         self._add(Held(session.client_id, packet_id, sorted(streams), digest))
+
+    def joined(self, record: Joined) -> None:
+        """Something of our session at another broker has changed, besides its packet ids."""
+        self._add(record)
+
+    def search(self, streams: Iterable[Stream], packet: Publish, kept: bytes) -> None:
+        """Let the next start search these streams for QoS 2 ids, from here on. Raises StreamError."""
+        for stream in streams:
+            if stream.name not in self.replay_points:
+                stream.ensure_admits(packet.topic, packet.payload, kept)  # a refused one leaves nothing
+                self.search_from_here(stream)
 
     def search_from_here(self, stream: Stream) -> None:
         """From here on, the next start searches a stream for QoS 2 ids.

@@ -415,7 +415,7 @@ def _frames(data: bytes) -> Iterator[tuple[bytes, bool, int]]:
 def openings(data_dir: Path) -> set[int]:
     """Return the numbers of the opening keys that the journal needs, and kept ones. Raises OSError."""
     found = set[int]()
-    for path in (data_dir / DIRECTORY).glob(f"{NAME}*"):
+    for path in (data_dir / DIRECTORY).glob("*.journal*"):
         found |= {opening_of(body) for body, is_sealed, _ in _frames(path.read_bytes()) if is_sealed}
     return found
 

@@ -22,7 +22,7 @@ refused. A 3.1.1 client could not be told, and would never get to what is behind
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from bridge.errors import (
     InvalidRequest,
@@ -38,7 +38,7 @@ from bridge.errors import (
 from bridge.mqtt.broker import receipts
 from bridge.mqtt.broker.inbox import reason_of
 from bridge.mqtt.broker.message import Message, expiry_of, headers_of
-from bridge.mqtt.broker.replay import Unstored, digest_of
+from bridge.mqtt.broker.replay import QUEUES, digest_of
 from bridge.mqtt.broker.reports import HOUR
 from bridge.mqtt.broker.router import OURS
 from bridge.mqtt.broker.unmatched import Unmatched
@@ -56,12 +56,13 @@ from bridge.streams import headers
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from collections.abc import Set as AbstractSet
 
     from bridge.access.rules import Holder
     from bridge.clock import Clock
     from bridge.mqtt.broker.inbox import Batch
+    from bridge.mqtt.broker.joined import Joined
     from bridge.mqtt.broker.journal import Journal
     from bridge.mqtt.broker.reports import Reports
     from bridge.mqtt.broker.router import Route, Router
@@ -78,6 +79,18 @@ RECEIVE_MAXIMUM = 4_096  # QoS 2 messages of an MQTT 5 client between PUBLISH an
 PERMANENT = (MessageTooLarge, NoStream, Unauthorized)
 LONGEST_REASON = 500  # characters of an error that are stored with the message
 _NONE: frozenset[Stream] = frozenset()
+
+
+class Brought(NamedTuple):
+    """Where a message is: what must be committed before it counts as stored, its numbers, its topic.
+
+    `delivered`: the sessions that are to get it have it.
+    """
+
+    touched: Collection[Committer]
+    places: dict[Stream, int]
+    topic: bytes
+    delivered: bool = False
 
 
 class Publisher:
@@ -167,7 +180,7 @@ class Publisher:
         told = line.level == V5 and packet.qos > 0
         places: dict[Stream, int] | None = None
         try:
-            have = _having(session, packet) if packet.qos == 2 else frozenset()
+            have = having(session, packet) if packet.qos == 2 else frozenset()
             if not (forbidden and told):
                 places = self._keep_refused(session.client_id, session.identity.label, packet, error, have)
         except StreamError as other:
@@ -215,41 +228,51 @@ class Publisher:
         packet: Publish,
         *,
         origin: Session | None = None,
+        joined: Joined | None = None,
         keep_copies: bool = False,
-    ) -> list[Committer]:
+    ) -> Brought:
         """Publish a message that did not come over a connection: a will, or one from another broker.
 
         `client` is the publisher's client id, `label` its name in the log, and `holder` who a retained
-        message counts for. `origin` is the publisher's session, for No Local. `keep_copies`: the journal
-        keeps its copies for persistent sessions, also if it is in a stream. Returns what must be committed
-        before the message counts as stored. Raises StreamError, and then it is nowhere.
+        message counts for. `origin` is the publisher's session, for No Local. `joined`: where it came in, if
+        it has a QoS 2 id of there. `keep_copies`: the journal keeps its copies for persistent sessions, also
+        if it is in a stream. Raises StreamError, and then it is nowhere.
         """
         route = self._router.route(packet.topic)
-        head = packet.head & 9  # no QoS 2 here: a packet id in it is not one of the client's
-        touched: list[Committer] = list(route.streams)
+        # Without `joined`, no QoS 2: a packet id in it is not one of the client's.
+        plain = packet._replace(head=packet.head & (13 if joined is not None else 9))
+        have = having(joined, plain) if joined is not None else frozenset()
+        streams = [stream for stream in route.streams if stream.name not in have]
         full = self._router.retained.refusal(route.name, packet, holder) if packet.head & 1 else ""
         if route.stored_nowhere:
             self._note_unmatched(route, packet, client, label, holder)
         try:
-            kept = _headers(client, packet._replace(head=head), route)
-            if len(route.streams) > 1:
-                for stream in route.streams:
+            kept = _headers(client, plain, route)
+            if len(streams) > 1:
+                for stream in streams:
                     stream.ensure_admits(packet.topic, packet.payload, kept)
-            places = {stream: stream.append(packet.topic, packet.payload, kept) for stream in route.streams}
+            if joined is not None:
+                self._journal.search(streams, packet, kept)
+            places = {stream: stream.append(packet.topic, packet.payload, kept) for stream in streams}
         except StreamError as error:
-            refused = self._keep_refused(client, label, packet._replace(head=head), error)
+            refused = self._keep_refused(client, label, plain, error, have)
             if refused is None:
                 raise
-            return list(refused)
-        began = self._turns.begin()
-        message = self._message(packet, {} if keep_copies else places)
-        if full:
-            self._not_retained(label, holder, full)
-        retainer = None if full else holder
-        if self._router.publish(route, message, origin, holder=retainer, keep_copies=keep_copies):
-            touched.append(self._journal)
-        self._turns.spend(began)
-        return touched
+            return Brought(list(refused), refused, packet.topic)
+        touched: list[Committer] = list(places)
+        if QUEUES not in have:
+            began = self._turns.begin()
+            message = self._message(packet, {} if keep_copies else places)
+            packet_id = packet.number if joined is not None else 0
+            if full:
+                self._not_retained(label, holder, full)
+            retainer = None if full else holder
+            if self._router.publish(
+                route, message, joined or origin, packet_id, holder=retainer, keep_copies=keep_copies
+            ):
+                touched.append(self._journal)
+            self._turns.spend(began)
+        return Brought(touched, places, packet.topic, delivered=True)
 
     def _unmatched(self, session: Session, packet: Publish, route: Route) -> None:
         """No stream takes a message. Raises NoStream if its client's listener refuses that."""
@@ -290,7 +313,7 @@ class Publisher:
             for stream in fresh:
                 stream.ensure_admits(packet.topic, packet.payload, kept, name)  # it would be resent to all
         if packet.qos == 2:
-            self._search_from_here(fresh, packet, kept)
+            self._journal.search(fresh, packet, kept)
         return {stream: stream.append(packet.topic, packet.payload, kept, name) for stream in streams}, known
 
     def _message(self, packet: Publish, places: dict[Stream, int]) -> Message:
@@ -326,20 +349,10 @@ class Publisher:
             session.take_ids((packet.number,))
             if not places and session.persistent:
                 # No stream has the message, so the journal need not wait for a commit.
-                self._journal.received(session, packet.number)
-                batch.touched[self._journal] = None
+                batch.use_id_alone(self._journal, packet.number)
                 return
             new = {stream: place for stream, place in places.items() if stream not in known}
-            batch.ids[packet.number] = Unstored(packet.topic, packet.payload, new)
-            for stream, place in new.items():
-                self._journal.replay_points[stream.name].expect(place, batch)
-
-    def _search_from_here(self, streams: tuple[Stream, ...], packet: Publish, kept: bytes) -> None:
-        """Let the next start search these streams for QoS 2 ids, from here on. Raises StreamError."""
-        for stream in streams:
-            if stream.name not in self._journal.replay_points:
-                stream.ensure_admits(packet.topic, packet.payload, kept)  # a refused one leaves nothing
-                self._journal.search_from_here(stream)
+            batch.use_id(self._journal, packet, new)
 
     def _keep_refused(
         self,
@@ -371,7 +384,7 @@ class Publisher:
         except MessageTooLarge:
             return None
         if number:
-            self._search_from_here((stream,), packet, kept)
+            self._journal.search((stream,), packet, kept)
         place = stream.append(packet.topic, packet.payload, kept)
         self._counts[f"kept_{kind}"] += 1
         text = "%s: a message is kept in stream %r, its own can never store it: %s (counted in the metrics)"
@@ -381,11 +394,11 @@ class Publisher:
 
 def _lacking(session: Session, packet: Publish, route: Route) -> tuple[Stream, ...]:
     """Return the streams that still need a QoS 2 message, without those that stored an earlier attempt."""
-    have = _having(session, packet)
+    have = having(session, packet)
     return tuple(stream for stream in route.streams if stream.name not in have)
 
 
-def _having(session: Session, packet: Publish) -> frozenset[str]:
+def having(session: Session, packet: Publish) -> frozenset[str]:
     """Return the streams that stored a QoS 2 message in an earlier attempt."""
     found = session.partial.get(packet.number)
     if found is None:

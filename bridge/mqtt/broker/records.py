@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.sessions import Session
 
 
-PacketId = Annotated[int, msgspec.Meta(ge=0, le=65_535)]  # checked where it is decoded
+# Checked where it is decoded. Those at other brokers are above those of clients; see `joined`.
+PacketId = Annotated[int, msgspec.Meta(ge=0, le=0x1FFFF)]
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
@@ -193,6 +194,20 @@ class Fed(Record, frozen=True, tag=16):
     upto: str | None
 
 
+class Joined(Record, frozen=True, tag=16):
+    """Our session at another broker: see `joined.Joined`. `name` stands for the client in other records.
+
+    The packet ids of these records are above those of clients (`joined.ABOVE`).
+    """
+
+    name: str
+    at: str
+    doubtful: bool
+    accepts: int
+    refuses_bridges: bool
+    granted: dict[str, int]
+
+
 Any_ = (
     Opened
     | Ended
@@ -210,6 +225,7 @@ Any_ = (
     | Sending
     | Freed
     | Fed
+    | Joined
 )
 
 

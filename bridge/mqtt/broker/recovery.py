@@ -13,10 +13,12 @@ from bridge.access.rules import Identity
 from bridge.audit import Origin
 from bridge.clock import Deadline
 from bridge.errors import CorruptData, NotEnoughMessages, StreamBridgeError
+from bridge.mqtt.broker.joined import ABOVE, Joined, recover_joined
 from bridge.mqtt.broker.journal import survived
 from bridge.mqtt.broker.message import Message, Subscription
 from bridge.mqtt.broker.outbox import Outgoing
 from bridge.mqtt.broker.records import (
+    Any_,
     Booted,
     Ended,
     Fed,
@@ -39,17 +41,19 @@ from bridge.mqtt.broker.records import (
     retained_record,
     will_record,
 )
-from bridge.mqtt.broker.replay import NONE, Partial, ReplayPoint, digest_of
+from bridge.mqtt.broker.replay import NONE, QUEUES, Partial, ReplayPoint, digest_of
 from bridge.mqtt.wire.packets import Will, text
 from bridge.operations.reading import ReadMessagesOptions
 from bridge.streams import headers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from bridge.clock import Clock
     from bridge.mqtt.broker.broker import Broker
+    from bridge.mqtt.broker.journal import Journal
     from bridge.mqtt.broker.sessions import Session
+    from bridge.mqtt.broker.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +75,7 @@ class _Saved:
         self.will: Will | None = None
 
 
-async def recover(records: Sequence[Record], broker: Broker) -> None:
+async def recover(records: Sequence[Any_], broker: Broker) -> None:
     """Restore sessions and retained messages. A client that was connected counts as disconnected from now.
 
     After a power cut, records that released QoS 2 ids may be missing, and a new message with such an id would
@@ -81,6 +85,7 @@ async def recover(records: Sequence[Record], broker: Broker) -> None:
     saved: dict[str, _Saved] = {}
     numbers = 0
     digests: dict[Message, int] = {}  # of messages whose payload is in a stream
+    broker.joined = recover_joined(records, broker.clock.boot)
     for record in records:
         match record:
             case Opened(client):
@@ -105,7 +110,7 @@ async def recover(records: Sequence[Record], broker: Broker) -> None:
                 if record.stream:
                     message.place = record.stream, record.place
                     digests[message] = record.digest
-                if record.id and record.sender in saved:
+                if 0 < record.id < ABOVE and record.sender in saved:
                     saved[record.sender].incoming.add(record.id)
                 for client, qos, retain, identifiers in record.homes:
                     if client in saved:
@@ -126,18 +131,18 @@ async def recover(records: Sequence[Record], broker: Broker) -> None:
                 broker.router.retained.keep(text(topic), kept, record.holder)
             case Marked(stream, upto, known):
                 broker.journal.replay_points.setdefault(stream, ReplayPoint(upto)).add(upto, known)
-            case Received(client, packet_id) if client in saved:
+            case Received(client, packet_id) if client in saved and packet_id < ABOVE:
                 saved[client].incoming.add(packet_id)
                 saved[client].partial.pop(packet_id, None)
-            case Released(client, packet_id) if client in saved:
+            case Released(client, packet_id) if client in saved and packet_id < ABOVE:
                 saved[client].incoming.discard(packet_id)
                 saved[client].partial.pop(packet_id, None)
-            case Held(client, packet_id, streams, digest) if client in saved:
+            case Held(client, packet_id, streams, digest) if client in saved and packet_id < ABOVE:
                 saved[client].partial.setdefault(packet_id, Partial()).hold(digest, frozenset(streams))
             case Willed(client, topic, payload, qos, retain, properties) if client in saved:
                 saved[client].will = Will(topic, payload, qos, retain, properties) if topic else None
             case _:
-                pass  # about a session that had already ended
+                pass  # about a session that had already ended, or ours at another broker
     broker.router.retained.drop_expired()
     broker.journal.resume_numbers(numbers)
     complete = survived(records, broker.clock.boot)
@@ -145,7 +150,9 @@ async def recover(records: Sequence[Record], broker: Broker) -> None:
         broker.journal.replay_points.clear()
     await _fill(broker, saved, digests)
     _report_interrupted(broker, records, saved)
-    emptied = _emptied(broker)
+    emptied = _emptied(broker.store)
+    for joined in broker.joined.values():
+        joined.partial = _without(joined.partial, emptied)
     for client, past in saved.items():
         opened = past.opened
         identity = Identity(client, opened.user, (), access=opened.access, realm=opened.realm)
@@ -155,10 +162,7 @@ async def recover(records: Sequence[Record], broker: Broker) -> None:
         session.expiry, session.proof = past.opened.expiry, past.opened.proof
         if complete:
             session.take_ids(past.incoming)
-            for packet_id, held in past.partial.items():
-                left = {digest: names - emptied for digest, names in held.items() if names - emptied}
-                if left:
-                    session.partial[packet_id] = Partial(left)
+            session.partial = _without(past.partial, emptied)
         broker.clock.observe(int(past.opened.left * 1000))
         session.left = past.opened.left or broker.clock.now() / 1000
         session.set_will(past.will)
@@ -227,7 +231,7 @@ async def _read(broker: Broker, name: str, numbers: list[int]) -> dict[int, byte
     return found
 
 
-def _report_interrupted(broker: Broker, records: Sequence[Record], saved: dict[str, _Saved]) -> None:
+def _report_interrupted(broker: Broker, records: Sequence[Any_], saved: dict[str, _Saved]) -> None:
     """Say how many clients were connected when the service was killed: what was under way to them is lost."""
     boots = [record.boot for record in records if isinstance(record, Booted)]
     if not boots or not boots[-1]:
@@ -245,17 +249,31 @@ def _report_interrupted(broker: Broker, records: Sequence[Record], saved: dict[s
         )
 
 
-def _emptied(broker: Broker) -> set[str]:
+def _emptied(store: Store) -> set[str]:
     """The streams that this start has emptied, because they were in memory alone."""
     found = set()
-    for name in broker.store.definitions:
+    for name in store.definitions:
         with suppress(StreamBridgeError):  # it could not be opened, so it is on a disk
-            if not broker.store.stream(name).lasting:
+            if not store.stream(name).lasting:
                 found.add(name)
     return found
 
 
-async def find_stored_ids(broker: Broker) -> None:
+def _without(partial: Mapping[int, Partial], emptied: set[str]) -> dict[int, Partial]:
+    """QoS 2 messages that only some of their streams have, without the streams that have lost them."""
+    found = {}
+    for packet_id, held in partial.items():
+        if left := {digest: names - emptied for digest, names in held.items() if names - emptied}:
+            found[packet_id] = Partial(left)
+    return found
+
+
+async def find_stored_ids(
+    journal: Journal,
+    store: Store,
+    session_of: Callable[[headers.Headers], Session | None],
+    delivers: Callable[[headers.Headers, bytes], bool] = lambda kept, topic: False,
+) -> None:
     """Find QoS 2 messages that are in a stream, but whose ids did not reach the journal before the end.
 
     Their headers have client and id. Only streams that may have such messages are read, from the replay point
@@ -263,18 +281,19 @@ async def find_stored_ids(broker: Broker) -> None:
     resend it. Unreadable messages are skipped.
     """
     found: dict[tuple[Session, int, bytes, int], set[str]] = {}
+    wanted: set[tuple[Session, int, bytes, int]] = set()  # of another broker, and also for sessions
     refused: set[tuple[Session, int, bytes, int]] = set()  # stored, although in none of their own streams
-    for name, point in list(broker.journal.replay_points.items()):
-        if name not in broker.store.definitions:
-            del broker.journal.replay_points[name]
+    for name, point in list(journal.replay_points.items()):
+        if name not in store.definitions:
+            del journal.replay_points[name]
             continue
-        position = max(point.upto, broker.store.stream(name).next_sequence - LAST_MESSAGES)
-        while position < broker.store.stream(name).next_sequence:
+        position = max(point.upto, store.stream(name).next_sequence - LAST_MESSAGES)
+        while position < store.stream(name).next_sequence:
             options = ReadMessagesOptions(
                 desired_start_sequence_number=position, max_message_count=LAST_MESSAGES
             )
             try:
-                messages = await broker.store.read(name, options)
+                messages = await store.read(name, options)
             except NotEnoughMessages:
                 break
             except (CorruptData, OSError) as error:
@@ -288,24 +307,27 @@ async def find_stored_ids(broker: Broker) -> None:
                     kept = headers.decode(message.headers)
                 except (msgspec.MsgspecError, ValueError, RecursionError):
                     continue  # nobody has written them, so they have no packet id
-                session = broker.sessions.get(kept.client)
-                if session is not None and kept.id:
+                session = session_of(kept) if kept.id else None
+                if session is not None:
                     digest = digest_of(message.topic, message.payload)
                     key = (session, kept.id, message.topic, digest)
                     found.setdefault(key, set()).add(name)
                     if kept.refused:
                         refused.add(key)
+                    if delivers(kept, message.topic):
+                        wanted.add(key)
             position = messages[-1].sequence_number + 1
-        broker.journal.replay_points[name] = ReplayPoint(broker.store.stream(name).next_sequence)
+        journal.replay_points[name] = ReplayPoint(store.stream(name).next_sequence)
     # A message that is found may be unsynced, but its duplicate is acknowledged without a commit. So sync it;
     # if that fails, the duplicate is stored, because the next start may not find the first copy.
-    unsynced = await broker.store.sync({name for names in found.values() for name in names})
+    unsynced = await store.sync({name for names in found.values() for name in names})
     for key, names in found.items():
         session, packet_id, topic, digest = key
         names -= unsynced
         names |= session.partial.get(packet_id, NONE).streams(digest)
-        own = broker.store.bound(text(topic))
-        if key in refused or all(stream.name in names for stream in own):
+        own = store.bound(text(topic))
+        lacking = [stream for stream in own if stream.name not in names]
+        if key in refused or not (lacking or (key in wanted and QUEUES not in names)):
             session.take_ids((packet_id,))
         else:
             session.partial.setdefault(packet_id, Partial()).hold(digest, frozenset(names))
@@ -347,14 +369,39 @@ def snapshot(broker: Broker) -> Iterator[Record]:
                 yield Held(session.client_id, packet_id, sorted(streams), digest)
         for packet_id, number in session.outbox.ids():
             yield Sending(session.client_id, packet_id, number)
+    for joined in broker.joined.values():
+        yield from joined.records()
     for number, (message, copies) in sorted(_waiting(broker).items()):
         yield queued_record(message, number, copies, whole=broker.journal.stopped)
     for message, holder in broker.router.retained.holders():
         yield retained_record(message, holder)
-    for stream, point in broker.journal.replay_points.items():
+    yield from marks(broker.journal)
+
+
+def marks(journal: Journal) -> Iterator[Record]:
+    """Yield the records that restore the replay points."""
+    for stream, point in journal.replay_points.items():
         yield Marked(stream, point.upto, sorted(point.known))
 
 
 def _message(record: Queued | Retained, clock: Clock, *, retain: bool) -> Message:
     expires = None if record.expires is None else Deadline(clock, record.expires)
     return Message(record.topic, record.payload, record.qos, retain, record.properties, expires)
+
+
+async def recover_alone(journal: Journal, store: Store, name: str, boot: str) -> Joined:
+    """Return our session at another broker from a journal of its own, and begin to write that.
+
+    Raises OSError if it cannot be written.
+    """
+    records = journal.read()
+    joined = recover_joined(records, boot).get(name, Joined(name))
+    joined.partial = _without(joined.partial, _emptied(store))
+    for record in records if survived(records, boot) else ():
+        if isinstance(record, Marked):
+            point = journal.replay_points.setdefault(record.stream, ReplayPoint(record.upto))
+            point.add(record.upto, record.known)
+    await find_stored_ids(journal, store, lambda kept: joined if kept.client == name else None)
+    journal.snapshot = lambda: (*joined.records(), *marks(journal))
+    journal.open()
+    return joined

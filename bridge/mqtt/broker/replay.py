@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.store import Stream
 
 
+QUEUES: Final = ""  # stands among the streams of a message for the sessions that are to get it
 FEW = 4  # messages of one packet id that are told apart; only the newest may be sent again
 
 
@@ -31,11 +32,15 @@ def digest_of(topic: bytes, payload: bytes) -> int:
 
 
 class Unstored(NamedTuple):
-    """A QoS 2 message whose id is in use only if the commit succeeds, and its numbers."""
+    """A QoS 2 message whose id is in use only if the commit succeeds, and its numbers.
+
+    `delivered`: the sessions that are to get it have it, and get it only once (see `joined`).
+    """
 
     topic: bytes
     payload: bytes
     places: dict[Stream, int]
+    delivered: bool = False
 
     @property
     def digest(self) -> int:

@@ -19,7 +19,7 @@ from bridge.access.rules import Holder
 from bridge.errors import MessageTooLarge, NoStream, Unauthorized
 from bridge.mqtt.broker.inbox import reason_of
 from bridge.mqtt.broker.message import headers_of
-from bridge.mqtt.broker.publishing import PERMANENT
+from bridge.mqtt.broker.publishing import PERMANENT, Brought, having
 from bridge.mqtt.mappings import topic_template
 from bridge.mqtt.wire import properties as p
 from bridge.net.brokers import BRIDGED_BY
@@ -27,11 +27,13 @@ from bridge.topics import REQUEST_LEVEL, Remembered, covers, matches
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from bridge.access.rules import Identity
     from bridge.mqtt.broker.broker import Broker
-    from bridge.mqtt.broker.store import Committer, Stream
+    from bridge.mqtt.broker.joined import Joined
+    from bridge.mqtt.broker.journal import Journal
+    from bridge.mqtt.broker.store import Stream
     from bridge.mqtt.mappings import Mapping as TopicMapping
     from bridge.mqtt.settings import ExternalSettings
     from bridge.mqtt.upstream.requests import Requests
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from bridge.operations.manager import StreamManager
 
 REQUESTS = f"{REQUEST_LEVEL}/+/+"
+_NOWHERE = Brought((), {}, b"")
 
 
 class Wish(NamedTuple):
@@ -52,6 +55,8 @@ class Source(Protocol):
     """The upstream from which messages come."""
 
     counts: Counter[str]
+    journal: Journal
+    joined: Joined
 
     def dropped(self, kind: str, why: str) -> None:
         """Count and log a message that can never be stored; `kind` is the suffix of its counter."""
@@ -61,7 +66,12 @@ class Source(Protocol):
 
 
 class Intake(Protocol):
-    """The destination of the messages of one broker."""
+    """The destination of the messages of one broker.
+
+    `wants_flags`: a message is to have the RETAIN flag with which it was published.
+    """
+
+    wants_flags: bool
 
     def attach(self, source: Source) -> None:
         """Take the messages of this upstream."""
@@ -69,7 +79,7 @@ class Intake(Protocol):
     def wishes(self) -> Mapping[str, Wish]:
         """Return what to subscribe to now."""
 
-    def take(self, packet: Publish) -> Collection[Committer]:
+    def take(self, packet: Publish) -> Brought:
         """Store a message. Raises StreamBridgeError if that is impossible for now."""
 
     def changed(self) -> None:
@@ -81,6 +91,8 @@ class Intake(Protocol):
 
 class IntoBroker:
     """The embedded broker, as the client `upstream:<name>`."""
+
+    wants_flags = True
 
     def __init__(
         self,
@@ -117,30 +129,31 @@ class IntoBroker:
     def lacking(self, refused: Iterable[str]) -> dict[str, list[str]]:
         return {}
 
-    def take(self, packet: Publish) -> Collection[Committer]:
+    def take(self, packet: Publish) -> Brought:
         topic = self._topics.get(packet.topic)
         if topic is None:
             topic = self._topic(packet.topic.decode())
             self._topics.remember(packet.topic, topic, len(topic))
         if not topic:
             self._source.dropped("unmapped", f"no mapping makes a topic here of {packet.topic[:200]!r}")
-            return ()
+            return _NOWHERE
         if self._identity is not None and not self._identity.may_publish(topic):
             raise Unauthorized(f"{self._label} may not publish on {topic!r}; see [[mqtt.acl]]")
         properties = dict(packet.properties or {})
         properties[p.USER_PROPERTY] = [*properties.get(p.USER_PROPERTY, ()), self._mark]
         here = packet._replace(topic=topic.encode(), properties=properties)
+        joined = self._source.joined if packet.qos == 2 else None
         try:
             # A device that was away waits for its command: it does not look for it in a stream.
-            touched = self._broker.publisher.bring(
-                self._client, self._label, self._holder, here, keep_copies=True
+            brought = self._broker.publisher.bring(
+                self._client, self._label, self._holder, here, joined=joined, keep_copies=True
             )
         except PERMANENT as error:
             self._source.dropped(reason_of(error)[0], str(error))
-            return ()
-        if not touched:
+            return _NOWHERE
+        if not brought.touched:
             self._source.counts["without_stream"] += 1
-        return touched
+        return brought
 
     def _topic(self, there: str) -> str:
         """The topic here; empty if there is none."""
@@ -152,6 +165,8 @@ class IntoBroker:
 
 class IntoStreams:
     """The streams, by their own topics; and the requests for operations, if they are allowed."""
+
+    wants_flags = False
 
     def __init__(self, manager: StreamManager, settings: ExternalSettings, requests: Requests) -> None:
         self._manager, self._settings, self._requests = manager, settings, requests
@@ -179,25 +194,31 @@ class IntoStreams:
                 found[name] = lacking
         return found
 
-    def take(self, packet: Publish) -> Collection[Committer]:
+    def take(self, packet: Publish) -> Brought:
         if packet.topic.startswith(f"{REQUEST_LEVEL}/".encode()):
             if not matches(REQUESTS, packet.topic.decode()):
-                return ()  # a reply, which a wildcard of a stream matches: answers to it would never end
+                return (
+                    _NOWHERE  # a reply, which a wildcard of a stream matches: answers to it would never end
+                )
             if self._settings.operations:
                 self._requests.take(packet)
             else:
                 self._source.counts["refused_requests"] += 1
                 self._source.leave(REQUESTS)
-            return ()
+            return _NOWHERE
         streams = self._routes.get(packet.topic)
         if streams is None:
             streams = self._manager.bound(packet.topic.decode())
             self._routes.remember(packet.topic, streams)
         if not streams:
             self._source.counts["dropped_unbound"] += 1  # the subscription of a former stream still exists
-        kept = _headers(packet)
+        joined = self._source.joined
+        have = having(joined, packet) if packet.qos == 2 else frozenset()
+        kept = _headers(packet, joined.client_id)
         takers: list[Stream] = []
         for stream in streams:
+            if stream.name in have:
+                continue
             try:
                 stream.ensure_admits(packet.topic, packet.payload, kept)
             except MessageTooLarge as error:
@@ -207,9 +228,10 @@ class IntoStreams:
                 self._source.leave(self._shared(f"streams/{stream.name}/#"))
             else:
                 takers.append(stream)
-        for stream in takers:
-            stream.append(packet.topic, packet.payload, kept)
-        return takers
+        if packet.qos == 2:
+            self._source.journal.search(takers, packet, kept)
+        places = {stream: stream.append(packet.topic, packet.payload, kept) for stream in takers}
+        return Brought(takers, places, packet.topic)
 
     def _topics(self) -> dict[str, list[str]]:
         return {name: definition.topics for name, definition in self._manager.definitions.items()}
@@ -219,6 +241,9 @@ class IntoStreams:
         return f"$share/{group}/{topic_filter}" if group else topic_filter
 
 
-def _headers(packet: Publish) -> bytes:
-    flags = packet.head & 9
-    return headers_of(flags, packet.properties or {}, "", 0) if flags or packet.properties else b""
+def _headers(packet: Publish, client: str) -> bytes:
+    once = packet.qos == 2
+    flags = packet.head & (13 if once else 9)
+    if not flags and not packet.properties:
+        return b""
+    return headers_of(flags, packet.properties or {}, client if once else "", packet.number)

@@ -1,7 +1,7 @@
 """The state of the connection to another broker, for the log, the status page and `/readyz`.
 
-paho reconnects without limit, and logs nothing. A cause is logged when it is new, and then once per `REPEAT`
-seconds, however often it recurs.
+The client reconnects without limit, and logs nothing. A cause is logged when it is new, and then once per
+`REPEAT` seconds, however often it recurs.
 """
 
 from __future__ import annotations

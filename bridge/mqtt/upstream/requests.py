@@ -10,11 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
-
-import paho.mqtt.client as paho
-from paho.mqtt.packettypes import PacketTypes
-from paho.mqtt.properties import Properties as PahoProperties
+from typing import TYPE_CHECKING
 
 from bridge.audit import Origin
 from bridge.mqtt.wire import properties as p
@@ -27,6 +23,7 @@ if TYPE_CHECKING:
     from bridge.access.logins import Access
     from bridge.access.rules import Identity
     from bridge.mqtt.settings import ExternalSettings
+    from bridge.mqtt.upstream.client import Client
     from bridge.mqtt.wire.packets import Publish
     from bridge.operations.catalog import Operations
 
@@ -45,17 +42,16 @@ class Requests:
     ) -> None:
         self._settings, self._operations, self._access = settings, operations, access
         self._max_packet = self._largest = max_packet
-        self._client: paho.Client
+        self._client: Client
         self._counts: Counter[str]
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._asked_bytes = 0  # of the requests in progress
         self._replies: dict[int, asyncio.Future[None]] = {}  # by packet id: replies without a PUBACK
 
-    def attach(self, client: paho.Client, counts: Counter[str]) -> None:
+    def attach(self, client: Client, counts: Counter[str]) -> None:
         """Reply through this client."""
         self._client, self._counts = client, counts
-        client.on_publish = self._on_publish
 
     def connected(self, largest: int | None) -> None:
         """Send no packet of more bytes on a new connection; None: the broker has set no limit."""
@@ -117,25 +113,11 @@ class Requests:
             log.warning("cannot reply on %.200r: %d bytes are too large", reply_to, size)
             self._counts["dropped_replies"] += 1
             return None
-        properties = None
-        if self._settings.protocol == "5":
-            properties = PahoProperties(PacketTypes.PUBLISH)  # type: ignore[no-untyped-call]
-            if p.CORRELATION_DATA in asked:
-                properties.CorrelationData = asked[p.CORRELATION_DATA]
-        try:
-            sent = self._client.publish(reply_to, reply, qos, properties=properties)
-        except ValueError as error:
-            log.warning("cannot reply on %.200r: %s", reply_to, error)
-        else:
-            if sent.rc != paho.MQTT_ERR_QUEUE_SIZE:  # its packet id is in use
-                return sent.mid
-        self._counts["dropped_replies"] += 1
-        return None
+        properties = {p.CORRELATION_DATA: asked[p.CORRELATION_DATA]} if p.CORRELATION_DATA in asked else {}
+        return self._client.publish(reply_to, reply, qos, properties)
 
-    def _on_publish(self, _client: Any, _data: Any, packet_id: int, _reason: Any, _properties: Any) -> None:
-        self._loop.call_soon_threadsafe(self._replied, packet_id)  # this is paho's thread
-
-    def _replied(self, packet_id: int) -> None:
+    def replied(self, packet_id: int) -> None:
+        """The broker has acknowledged a reply."""
         taken = self._replies.pop(packet_id, None)
         if taken is not None and not taken.done():
             taken.set_result(None)

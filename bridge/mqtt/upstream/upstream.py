@@ -6,17 +6,18 @@ we are disconnected. We can promise no more than that broker does. If it acknowl
 memory (Mosquitto's default), a power cut there loses undelivered messages. If it limits its queues
 (Mosquitto: 1,000 messages), it drops messages that do not fit. The session is checked after each connect. If
 it is gone, messages may be lost, which is logged and counted (`sessions_lost`). Redelivered messages are
-stored again, so delivery is at least once.
+stored again, so delivery is at least once at QoS 1. At QoS 2 it is exactly once: our half of the session
+(`joined`) outlives connections and kills.
 
-Flow: paho's thread puts messages into `_inbox` and waits while it is full, so that the broker's own flow
-control applies. The event loop gives them to the intake, and acknowledges them batch by batch. A message that
-cannot be stored now is retried until it can, and no later message is acknowledged before it.
+Flow: what arrives waits in `_arrived`; while that is full, nothing is read, so that the broker's own flow
+control applies. The intake gets the messages one by one, and an `Inbox` answers them, as it does for a client
+of the embedded broker. A message that cannot be stored now is retried until it can, and no later message is
+acknowledged before it.
 
-A packet id is valid only on its own connection. So each message has the number of its connection, which
-paho's thread counts, and is acknowledged only while that connection exists. A message of an earlier
-connection is stored too, because the broker may have lost it, and may be delivered again. After a failed
-commit, nothing more is taken from that connection and a new one is made. Then the broker redelivers the
-unacknowledged messages in order.
+A packet id is valid only in its session, and an acknowledgement only on its own connection. So each message
+has the number of its connection. One of an earlier connection is stored too, without an acknowledgement: the
+broker may have lost it. As soon as a commit has failed, nothing more is taken from that connection, and a new
+one is made. Then the broker redelivers the unacknowledged messages in order.
 
 Loops: a message that has already passed this gateway (by the user property `bridged-by`) is acknowledged and
 dropped. The exporter `mqtt` and `IntoBroker` write that property. MQTT 3.1.1 has no properties, so
@@ -29,27 +30,47 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
-import sys
-import threading
 from collections import Counter, deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bridge.errors import RetainedFull, StreamBridgeError, StreamError, Unauthorized
-from bridge.mqtt.broker.inbox import reason_of
-from bridge.mqtt.upstream.client import Client, begin, make_client
+from bridge.mqtt.broker.inbox import Batch, Inbox, reason_of
+from bridge.mqtt.broker.joined import above
+from bridge.mqtt.broker.line import Gone
+from bridge.mqtt.broker.publishing import Brought
+from bridge.mqtt.upstream.client import Client, reason_name
 from bridge.mqtt.upstream.link import Link
 from bridge.mqtt.upstream.subscribing import Subscriptions
+from bridge.mqtt.wire import answers
 from bridge.mqtt.wire import properties as p
-from bridge.net.brokers import BRIDGED_BY, Named, cause_of, hint_for
+from bridge.mqtt.wire.client import BRIDGE
+from bridge.mqtt.wire.packets import (
+    BAD_CLIENT_ID,
+    BAD_USER_OR_PASSWORD,
+    CONNACK,
+    NOT_AUTHORIZED,
+    PACKET_ID_NOT_FOUND,
+    PROTOCOL_ERROR,
+    PUBACK,
+    PUBCOMP,
+    PUBREC,
+    PUBREL,
+    SUCCESS,
+    UNSUPPORTED_VERSION,
+    V5,
+    V311,
+)
+from bridge.net.brokers import BRIDGED_BY, Named, hint_for
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable
 
-    from bridge.mqtt.broker.store import Committer
+    from bridge.mqtt.broker.joined import Joined
+    from bridge.mqtt.broker.journal import Journal
     from bridge.mqtt.settings import BrokerSettings
     from bridge.mqtt.upstream.intake import Intake
     from bridge.mqtt.upstream.requests import Requests
+    from bridge.mqtt.wire.client import Connack
     from bridge.mqtt.wire.packets import Publish
     from bridge.operations.manager import StreamManager
     from bridge.runtime import Runtime, Timer
@@ -62,29 +83,13 @@ STOP_TIMEOUT = 10.0
 LOGGED = 60.0  # seconds between two lines about dropped messages of one kind
 
 
-class _Batch:
-    """Messages that are acknowledged together, and the number of pending commits.
+class Upstream(Gone):
+    """A subscriber at another broker that stores messages before it acknowledges them.
 
-    An ack consists of the number of the connection, the packet id there, and the QoS.
+    It is the `Line` of its inbox.
     """
 
-    __slots__ = ("acks", "error", "source", "waiting")
-
-    def __init__(self, source: Upstream) -> None:
-        self.source = source
-        self.acks: list[tuple[int, int, int]] = []
-        self.waiting = 1
-        self.error: StreamError | None = None
-
-    def done(self, error: StreamError | None) -> None:
-        self.error = self.error or error
-        self.waiting -= 1
-        if not self.waiting:
-            self.source.settle()
-
-
-class Upstream:
-    """A subscriber at another broker that stores messages before it acknowledges them."""
+    gone = False
 
     def __init__(
         self,
@@ -92,65 +97,71 @@ class Upstream:
         intake: Intake,
         manager: StreamManager,
         runtime: Runtime,
+        journal: Journal,
+        joined: Joined,
         *,
         named: Named,
         client_id: str,
         gateway: str,
-        former: Collection[str] = (),
         requests: Requests | None = None,
     ) -> None:
-        """`former` has filters of an earlier definition, which our session there still has.
+        """`joined` is our session there, which `journal` keeps.
 
         Raises ConfigError for a file that cannot be used. Nothing happens until `start`.
         """
         self.settings, self._intake, self._manager, self._runtime = settings, intake, manager, runtime
-        self._named, self._requests = named, requests
-        self._loop = asyncio.get_running_loop()
+        self._named, self._requests, self.journal, self.joined = named, requests, journal, joined
+        self._client_id = client_id
+        self._at = f"{settings.url} {client_id}"
         self.counts: Counter[str] = Counter()
         self._mark = (BRIDGED_BY.encode(), gateway.encode()) if gateway else None
-        self._connection = 0  # its number; set in paho's thread as soon as a connection ends or begins
-        self._failed = -1  # up to this connection, messages could not be committed
-        self._client = make_client(settings, client_id, named)
-        self._set_callbacks(self._client)
+        self._visit = 0  # the number of the newest connection
+        self._began = 0  # the connection with which our present session there has begun
+        # Up to these connections, nothing more is taken and acknowledged, because a commit has failed.
+        self._failing = self._failed = 0
+        self._was_doubtful = False
+        mine = joined.at == self._at
+        takes_bit = intake.wants_flags and not (mine and joined.refuses_bridges)
+        older = [V311 | BRIDGE, V311] if takes_bit else [V311]
+        protocols = {"5": [V5], "3.1.1": older, None: [V5, *older]}[settings.protocol]
+        self._client = Client(settings, client_id, named, protocols, joined.accepts if mine else 0, self)
         if requests is not None:
             requests.attach(self._client, self.counts)
         self._subscriptions = Subscriptions(
-            settings, client_id, intake, self._client, self.counts, runtime, former
+            settings, client_id, intake, self._client, self.counts, runtime, journal, joined
         )
         intake.attach(self)
         self._link = Link(settings.url)
-        self._inbox: deque[tuple[int, Publish]] = deque()  # with the number of the connection
-        self._inbox_bytes = 0
-        self._room = threading.Condition()
-        self._scheduled = self._stopping = self._connected = self._answered = False
+        self._arrived: deque[tuple[int, Publish]] = deque()  # with the number of the connection
+        self._arrived_bytes = 0
+        self._scheduled = self._stopping = self._connected = self._answered = self._waits = False
         self._held: str | None = None  # why the first message of the inbox cannot be stored
-        self._batches: deque[_Batch] = deque()
+        self._inbox = Inbox(self, journal)
+        self._inbox.session = joined
         self._retry: Timer | None = None
-        self._idle: asyncio.Future[None] | None = None
         self._logged: dict[str, float] = {}  # when a dropped message of a kind was logged
 
     async def start(self) -> None:
         """Connect, and retry until the broker is reachable."""
-        begin(self._client, self.settings)
+        self.joined.uncommitted = self._inbox.uncommitted
+        self._client.start()
         self._manager.on_bindings_changed.append(self.changed)
 
     async def stop(self) -> None:
         """Stop taking messages, commit and acknowledge those taken, and disconnect. The session stays."""
         self._manager.on_bindings_changed.remove(self.changed)
-        with self._room:
-            self._stopping = True
-            self._subscriptions.disconnected()
-            self._inbox.clear()  # not acknowledged, so the broker keeps them
-            self._room.notify_all()
+        self._stopping = True
+        self._subscriptions.disconnected()
+        self._arrived.clear()  # not acknowledged, so the broker keeps them
         if self._retry is not None:
             self._retry.cancel()
-        if self._batches:
-            self._idle = self._loop.create_future()
-            await asyncio.wait([self._idle], timeout=STOP_TIMEOUT)
+        settled = asyncio.Event()
+        self._inbox.when_settled(settled.set)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(settled.wait(), STOP_TIMEOUT)
         if self._requests is not None:
             await self._requests.stop()
-        self._client.disconnect()
-        await asyncio.to_thread(self._client.loop_stop)
+        await self._client.stop()
 
     def stats(self) -> dict[str, int]:
         """Counters since the start; connections and messages that wait now."""
@@ -159,7 +170,7 @@ class Upstream:
             **self.counts,
             "connections": connected,
             "connected": connected,
-            "waiting": len(self._inbox),
+            "waiting": len(self._arrived),
         }
 
     @property
@@ -182,11 +193,6 @@ class Upstream:
         refused = self._subscriptions.refused
         return self._held or (self._subscriptions.refusal(refused) if refused else None)
 
-    @property
-    def filters(self) -> Collection[str]:
-        """Return the filters to which our session there is or may be subscribed."""
-        return {*self._intake.wishes(), *self._subscriptions.held}
-
     def changed(self) -> None:
         """Apply changed streams or rules."""
         self._intake.changed()
@@ -196,155 +202,258 @@ class Upstream:
         """End a subscription that an earlier run left in our session."""
         self._subscriptions.leave(topic_filter)
 
-    def _set_callbacks(self, client: Client) -> None:
-        client.on_connect = self._on_connect
-        client.on_connect_fail = self._on_connect_fail
-        client.on_disconnect = self._on_disconnect
-        client.on_subscribe = self._on_subscribe
-        client.on_packet = self._on_packet
+    # -- what the client reports -----------------------------------------------------------
 
-    # -- in paho's thread ------------------------------------------------------------
+    def failed(self, cause: str) -> None:
+        """There is no connection."""
+        self._link.failed(cause)
 
-    def _on_connect(self, client: Any, _data: Any, flags: Any, reason: Any, properties: Any) -> None:
-        self._connection += 1  # here too, because paho does not report every end
-        code = reason.value if reason.is_failure else 0
-        present, largest = bool(flags.session_present), getattr(properties, "MaximumPacketSize", None)
-        self._loop.call_soon_threadsafe(self._connect_ended, code, str(reason), present, largest)
+    def connecting(self, send: Callable[[StreamError | None], None]) -> None:
+        """Call `send` when CONNECT may be sent, or with the reason why it may not."""
+        joined = self.joined
+        self._was_doubtful = joined.doubtful
+        joined.doubtful = bool(joined.incoming or joined.granted)
+        self.journal.joined(joined.record())
+        self.journal.after_commit(send)
 
-    def _on_connect_fail(self, _client: Any, _data: Any) -> None:
-        # paho gives no reason, but calls this while it handles the error.
-        cause = cause_of(sys.exception(), self._named)
-        self._loop.call_soon_threadsafe(self._link.failed, cause)
-
-    def _on_disconnect(self, _client: Any, _data: Any, _flags: Any, reason: Any, _properties: Any) -> None:
-        self._connection += 1
-        self._loop.call_soon_threadsafe(self._disconnected, str(reason))
-
-    def _on_subscribe(self, _client: Any, _data: Any, packet_id: int, reasons: Any, _properties: Any) -> None:
-        for reason in reasons:  # just one, because each filter has its own request
-            failed = str(reason) if reason.is_failure else None
-            self._loop.call_soon_threadsafe(self._subscriptions.answered, packet_id, failed)
-
-    def _on_packet(self, packet: Publish) -> None:
-        with self._room:
-            while self._inbox_bytes > INBOX_BYTES and not self._stopping:
-                self._room.wait()
-            if self._stopping:
-                return
-            self._inbox.append((self._connection, packet))
-            self._inbox_bytes += _room_for(packet)
-            wake, self._scheduled = not self._scheduled, True
-        if wake:
-            self._loop.call_soon_threadsafe(self._take)
-
-    # -- in the event loop ------------------------------------------------------------
-
-    def _connect_ended(self, code: int, reason: str, present: bool, largest: int | None) -> None:
+    def connected(self, connack: Connack, protocol: int) -> None:
+        """The broker has answered CONNECT, for this protocol."""
         self._answered = True
-        if code:
-            self.counts["refused_connects"] += 1
-            user = self.settings.username
-            who = f"user {user!r}" if user else "clients without a user name"
-            hint = hint_for(code, self._named)
-            self._link.failed(f"it refuses {who} ({reason})" + (f"; {hint}" if hint else ""))
+        if connack.reason and self._client.again:
+            log.info("%s; trying an older protocol", self._refusal(connack.reason, protocol))
             return
-        log.info("connected to %s", self.settings.url)
+        if connack.reason:
+            self.counts["refused_connects"] += 1
+            self._link.failed(self._refusal(connack.reason, protocol))
+            return
         self._link.recovered()
         self._connected = True
+        self._visit += 1
         self.counts["connects"] += 1
         if self._requests is not None:
-            self._requests.connected(largest)
-        if not self._subscriptions.connected(present):
+            self._requests.connected(connack.properties.get(p.MAXIMUM_PACKET_SIZE))
+        joined, same = self.joined, self.joined.at == self._at
+        if connack.present and same:
+            joined.doubtful = self._was_doubtful and bool(joined.incoming)
+            self._joined(connack, protocol, trusted=not self._was_doubtful)
+            return
+        if joined.granted and same:
             self.counts["sessions_lost"] += 1
             log.warning(
                 "%s has lost our session, and with it all messages that it had not delivered; check its "
                 "persistence",
                 self.settings.url,
             )
+        self._began = visit = self._visit
 
-    def _disconnected(self, reason: str) -> None:
+        def settled() -> None:
+            joined.begin_anew(self._at, self.journal)
+            if self._connected and visit == self._visit:
+                self._joined(connack, protocol, trusted=False)
+
+        self._inbox.when_settled(settled)
+
+    def _joined(self, connack: Connack, protocol: int, *, trusted: bool) -> None:
+        joined, url = self.joined, self.settings.url
+        log.info("connected to %s", url)
+        refuses = protocol == V311 and V311 | BRIDGE in self._client.protocols
+        if refuses and not joined.refuses_bridges:
+            log.warning(
+                "%s does not take us for a bridge: what is published there with RETAIN comes without that "
+                "flag, so retained messages here stay as they are when they change there",
+                url,
+            )
+        joined.accepts, joined.refuses_bridges = protocol, joined.refuses_bridges or refuses
+        self.journal.joined(joined.record())
+        self._subscriptions.connected(connack.properties, trusted=trusted)
+
+    def _refusal(self, code: int, protocol: int) -> str:
+        user, name = self.settings.username, reason_name(CONNACK, code)
+        who = "the connection"
+        if code == UNSUPPORTED_VERSION:
+            who = (
+                "MQTT 5"
+                if protocol == V5
+                else "MQTT 3.1.1 of a bridge"
+                if protocol & BRIDGE
+                else "MQTT 3.1.1"
+            )
+        elif code == BAD_CLIENT_ID:
+            who = f"the client id {self._client_id!r}"
+        elif code in (BAD_USER_OR_PASSWORD, NOT_AUTHORIZED) and user is not None:
+            who = f"user {user!r}"
+        elif code == BAD_USER_OR_PASSWORD:
+            who = "clients without a user name"
+        hint = hint_for(code, self._named)
+        return f"it refuses {who} ({name})" + (f"; {hint}" if hint else "")
+
+    def lost(self, why: str) -> None:
+        """A connection has ended, or was refused."""
         if not self._stopping and (self._connected or not self._answered):
             when = "it was lost" if self._connected else "it ended before the broker's answer to CONNECT"
-            self._link.failed(f"{when} ({reason})")
+            self._link.failed(f"{when} ({why})")
         self._connected = self._answered = False
+        self._inbox.mute()
         self._subscriptions.disconnected()
 
+    def subscribed(self, packet_id: int, failed: str | None) -> None:
+        """SUBACK; `failed` has the reason of a refusal."""
+        self._subscriptions.answered(packet_id, failed)
+
+    def published(self, packet_id: int) -> None:
+        """The broker has what we have published with this packet id."""
+        if self._requests is not None:
+            self._requests.replied(packet_id)
+
+    def arrived(self, packet: Publish) -> None:
+        """A PUBLISH or, with the first byte of one, a PUBREL. A malformed PUBLISH has no topic."""
+        if self._stopping:
+            return
+        self._arrived.append((self._visit, packet))
+        self._arrived_bytes += _room_for(packet)
+        if self._arrived_bytes > INBOX_BYTES:
+            self._client.hold()
+        if not self._scheduled:
+            self._scheduled = True
+            self._runtime.soon(self._take)
+
+    # -- what is stored ------------------------------------------------------------------------
+
     def _take(self) -> None:
-        """Store arrived messages. One that cannot be stored now stays at the head of the inbox."""
+        """Store arrived messages. One that cannot be stored now stays at the head of `_arrived`."""
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
-        batch = _Batch(self)
-        touched: dict[Committer, None] = {}
-        inbox = self._inbox
-        with self._room:
-            self._scheduled = False
-            taken = 0
-            while inbox and not self._stopping and not self._manager.under_pressure:
-                connection, packet = inbox[0]
-                # After a failed message, those that need an acknowledgement are redelivered by the broker.
-                if connection > self._failed or not packet.qos:
-                    if not self._store(packet, touched):
-                        break
-                    if packet.qos:
-                        batch.acks.append((connection, packet.number, packet.qos))
-                inbox.popleft()
-                taken += _room_for(packet)
-            self._inbox_bytes -= taken
-            self._room.notify_all()
-            if inbox and not self._stopping:
-                self._scheduled = True
-                self._retry = self._runtime.later(RETRY_INTERVAL, self._take)
-        if not batch.acks:
-            return
-        self._batches.append(batch)
-        batch.waiting += len(touched)
-        for committer in touched:
-            committer.after_commit(batch.done)
-        batch.done(None)
+        batch, arrived = Batch(self._inbox), self._arrived
+        self._scheduled = False
+        while arrived and not (self._stopping or self._waits or self._manager.under_pressure):
+            visit, packet = arrived[0]
+            # After a failed message, those that need an acknowledgement are redelivered by the broker.
+            if (visit > self._failing or not packet.qos) and not self._handle(batch, visit, packet):
+                break
+            arrived.popleft()
+            self._arrived_bytes -= _room_for(packet)
+        if self._arrived_bytes <= INBOX_BYTES:
+            self._client.release()
+        if arrived and not self._stopping:
+            self._scheduled = True
+            self._retry = self._runtime.later(RETRY_INTERVAL, self._take)
+        self._inbox.put(batch)
 
-    def _store(self, packet: Publish, touched: dict[Committer, None]) -> bool:
-        """Give one message to the intake. Returns False if it must be retried."""
+    def _handle(self, batch: Batch, visit: int, packet: Publish) -> bool:
+        """Process one packet. Returns False if it must be retried."""
+        here = self._connected and visit == self._visit
+        if packet.head == PUBREL:
+            if visit >= self._began:
+                self._release(batch, packet, here=here)
+            return True
+        own = packet.packet_id
+        if packet.qos == 2 and visit < self._began:
+            packet = packet._replace(head=packet.head & 9 | 2)  # its id was one of another session
+        elif packet.qos == 2:
+            packet = packet._replace(packet_id=above(own))
+            if packet.number in self.joined.incoming and not self._is_new(packet):
+                if here:
+                    batch.acks += answers.ack(PUBREC, own)  # once per packet id (4.3.3)
+                    batch.touched[self.journal] = None
+                return True
+        brought = self._store(packet)
+        if brought is None:
+            return False
+        batch.touched.update(dict.fromkeys(brought.touched))
+        if packet.qos == 2:
+            self.joined.take_ids((packet.number,))
+            if brought.places:
+                stored = packet._replace(topic=brought.topic)
+                batch.use_id(self.journal, stored, brought.places, delivered=brought.delivered)
+            else:
+                batch.use_id_alone(self.journal, packet.number)
+        if packet.qos and here:
+            batch.acks += answers.ack(PUBACK if packet.qos == 1 else PUBREC, own)
+        return True
+
+    def _is_new(self, packet: Publish) -> bool:
+        """Whether a QoS 2 id is free after all: the broker has begun another session (see `joined`)."""
+        joined = self.joined
+        if packet.head & 8 or not joined.doubtful or self._inbox.is_unstored(packet.number):
+            return False
+        joined.free_ids((packet.number,))
+        self.journal.released(joined, packet.number)
+        return True
+
+    def _release(self, batch: Batch, packet: Publish, *, here: bool) -> None:
+        """PUBREL: the broker releases a QoS 2 id. It is answered even for an unknown id (4.3.3)."""
+        joined, own = self.joined, packet.packet_id
+        number, reason = int.from_bytes(above(own), "big"), SUCCESS
+        if number in batch.ids or self._inbox.is_unstored(number):
+            self._client.end(
+                f"it sent a PUBREL for packet id {packet.number} before its PUBREC", PROTOCOL_ERROR
+            )
+            return
+        joined.partial.pop(number, None)
+        if number in joined.incoming:
+            joined.free_ids((number,))
+            self.journal.released(joined, number)
+            if joined.doubtful and not joined.incoming:
+                joined.doubtful = False
+                self.journal.joined(joined.record())
+        elif self._client.level == V5:
+            reason = PACKET_ID_NOT_FOUND
+        if here:
+            batch.acks += answers.ack(PUBCOMP, own, reason)
+            batch.touched[self.journal] = None
+
+    def _store(self, packet: Publish) -> Brought | None:
+        """Give one message to the intake. Returns None if it must be retried."""
+        brought = Brought((), {}, packet.topic)
         if self._mark is not None and self._mark in (packet.properties or {}).get(p.USER_PROPERTY, ()):
             self.counts["looped"] += 1
         elif not packet.topic:
             self.dropped("malformed", packet.payload.decode())
         else:
             try:
-                touched.update(dict.fromkeys(self._intake.take(packet)))
+                brought = self._intake.take(packet)
             except (StreamError, RetainedFull, Unauthorized) as error:
                 if packet.qos:
                     self._hold(error)
-                    return False
+                    return None
                 self.dropped(reason_of(error)[0], str(error))
         self.counts["received"] += 1
         self._held = None
-        return True
+        return brought
 
-    def settle(self) -> None:
-        """Acknowledge all leading batches that are committed."""
-        while self._batches and not self._batches[0].waiting:
-            batch = self._batches.popleft()
-            if batch.error is not None:
-                # It is not acknowledged, so it comes again on a new connection, with all later ones.
-                log.error("not acknowledged: %s; reconnecting", batch.error)
-                self.counts["rejected_storage"] += 1
-                self._failed = batch.acks[-1][0]
-                self._runtime.later(RETRY_INTERVAL, self._reconnect)
-            else:
-                for connection, packet_id, qos in batch.acks:
-                    if self._failed < connection == self._connection:
-                        self._client.ack(packet_id, qos)
-        if not self._batches and self._idle is not None and not self._idle.done():
-            self._idle.set_result(None)
+    # -- the line of the inbox -------------------------------------------------------------------
 
-    def _reconnect(self) -> None:
-        connection = self._client.socket()
-        living = self._failed == self._connection and not self._stopping
-        if living and isinstance(connection, socket.socket):
-            # Shut down instead of close, below TLS: paho's thread uses the socket, and sees an orderly end.
-            with contextlib.suppress(OSError):
-                socket.socket.shutdown(connection, socket.SHUT_RDWR)
+    def acknowledge(self, acks: bytes | bytearray) -> None:
+        """Send acknowledgements, unless an earlier message of the connection was not stored."""
+        if self._failed < self._visit:
+            self._client.send(acks)
+
+    def hold(self, why: str) -> None:
+        """Take nothing more: too much waits for its commit, or, from this connection, a commit has failed."""
+        if why == "failed":
+            self._failing = self._visit
+        else:
+            self._waits = True
+
+    def release(self, why: str) -> None:
+        """Take messages again."""
+        self._waits = False
+        if not self._scheduled and self._arrived:
+            self._scheduled = True
+            self._runtime.soon(self._take)
+
+    def fail(self, counter: str, why: str, reason: int, told: str = "") -> None:
+        """A message was not stored: it comes again on a new connection, with all later ones."""
+        log.error("%s; reconnecting", why)
+        self.counts[counter] += 1
+        self._failing = self._failed = visit = self._visit
+
+        def reconnect() -> None:
+            if visit == self._visit and not self._stopping:
+                self._client.end("a message was not stored")
+
+        self._runtime.later(RETRY_INTERVAL, reconnect)
 
     def _hold(self, error: StreamBridgeError) -> None:
         self.counts["held"] += 1

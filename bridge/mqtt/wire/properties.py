@@ -28,6 +28,8 @@ AUTH_DATA: Final = 0x16
 REQUEST_PROBLEM_INFO: Final = 0x17
 WILL_DELAY: Final = 0x18
 REQUEST_RESPONSE_INFO: Final = 0x19
+RESPONSE_INFO: Final = 0x1A
+SERVER_REFERENCE: Final = 0x1C
 REASON_STRING: Final = 0x1F
 RECEIVE_MAXIMUM: Final = 0x21
 TOPIC_ALIAS_MAXIMUM: Final = 0x22
@@ -46,9 +48,19 @@ _INT_SIZES: Final = {
     MAXIMUM_QOS: 1, RETAIN_AVAILABLE: 1, MAXIMUM_PACKET_SIZE: 4, WILDCARDS_AVAILABLE: 1,
     SUBSCRIPTION_IDS_AVAILABLE: 1, SHARED_AVAILABLE: 1,
 }  # fmt: skip
-_STRINGS: Final = frozenset({CONTENT_TYPE, RESPONSE_TOPIC, ASSIGNED_CLIENT_ID, AUTH_METHOD, REASON_STRING})
+_STRINGS: Final = frozenset(
+    {
+        CONTENT_TYPE, RESPONSE_TOPIC, ASSIGNED_CLIENT_ID, AUTH_METHOD, REASON_STRING, RESPONSE_INFO,
+        SERVER_REFERENCE,
+    }
+)  # fmt: skip
 _BINARIES: Final = frozenset({CORRELATION_DATA, AUTH_DATA})
-_FLAGS: Final = frozenset({PAYLOAD_FORMAT, REQUEST_PROBLEM_INFO, REQUEST_RESPONSE_INFO})
+_FLAGS: Final = frozenset(
+    {
+        PAYLOAD_FORMAT, REQUEST_PROBLEM_INFO, REQUEST_RESPONSE_INFO, MAXIMUM_QOS, RETAIN_AVAILABLE,
+        WILDCARDS_AVAILABLE, SUBSCRIPTION_IDS_AVAILABLE, SHARED_AVAILABLE,
+    }
+)  # fmt: skip
 _NEVER_ZERO: Final = frozenset({RECEIVE_MAXIMUM, MAXIMUM_PACKET_SIZE})
 
 # Properties that go to the subscribers with a message (section 3.3.2.3, "MUST send unaltered").
@@ -56,20 +68,28 @@ MESSAGE: Final = frozenset(
     {PAYLOAD_FORMAT, MESSAGE_EXPIRY, CONTENT_TYPE, RESPONSE_TOPIC, CORRELATION_DATA, USER_PROPERTY}
 )
 _ANSWER: Final = frozenset({REASON_STRING, USER_PROPERTY})
-# Properties that a client may send, by packet type (the type byte with flags cleared; a will is 0x01).
+LEFT_BY_SERVER: Final = 0x02  # not a packet type: a DISCONNECT from a server
+# Properties by packet type (the type byte with flags cleared; a will is 0x01).
 _ALLOWED: Final[dict[int, frozenset[int]]] = {
     0x01: MESSAGE | {WILL_DELAY},
+    LEFT_BY_SERVER: _ANSWER | {SERVER_REFERENCE},
+    0x20: _ANSWER | frozenset(
+        {
+            SESSION_EXPIRY, RECEIVE_MAXIMUM, MAXIMUM_QOS, RETAIN_AVAILABLE, MAXIMUM_PACKET_SIZE,
+            ASSIGNED_CLIENT_ID, TOPIC_ALIAS_MAXIMUM, WILDCARDS_AVAILABLE, SUBSCRIPTION_IDS_AVAILABLE,
+            SHARED_AVAILABLE, SERVER_KEEP_ALIVE, RESPONSE_INFO, SERVER_REFERENCE, AUTH_METHOD, AUTH_DATA,
+        }
+    ),
     0x10: frozenset(
         {
             SESSION_EXPIRY, RECEIVE_MAXIMUM, MAXIMUM_PACKET_SIZE, TOPIC_ALIAS_MAXIMUM, REQUEST_RESPONSE_INFO,
             REQUEST_PROBLEM_INFO, USER_PROPERTY, AUTH_METHOD, AUTH_DATA,
         }
     ),
-    # Subscription identifiers only go from server to client, but the tests read with this table too.
     0x30: MESSAGE | {TOPIC_ALIAS, SUBSCRIPTION_ID},
     0x40: _ANSWER, 0x50: _ANSWER, 0x60: _ANSWER, 0x70: _ANSWER,
-    0x80: frozenset({SUBSCRIPTION_ID, USER_PROPERTY}),
-    0xA0: frozenset({USER_PROPERTY}),
+    0x80: frozenset({SUBSCRIPTION_ID, USER_PROPERTY}), 0x90: _ANSWER,
+    0xA0: frozenset({USER_PROPERTY}), 0xB0: _ANSWER,
     0xE0: _ANSWER | {SESSION_EXPIRY},
 }  # fmt: skip
 # User properties of a packet: a packet of 1 MiB could have 200,000, which take 0.2 s to read.
