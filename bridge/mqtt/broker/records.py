@@ -194,7 +194,7 @@ class Fed(Record, frozen=True, tag=16):
     upto: str | None
 
 
-class Joined(Record, frozen=True, tag=16):
+class Joined(Record, frozen=True, tag=17):
     """Our session at another broker: see `joined.Joined`. `name` stands for the client in other records.
 
     The packet ids of these records are above those of clients (`joined.ABOVE`).
