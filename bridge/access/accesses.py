@@ -36,9 +36,9 @@ class Accesses:
         return found
 
     def still_admits(self, identity: Identity, proof: bytes) -> bool:
-        """Return whether a client that logged in with this proof could still log in."""
+        """Return whether a client that logged in with this proof could still log in, with its client id."""
         access = self._of(identity)
-        if access is None:
+        if access is None or not access.may_keep_id(identity.user, identity.client_id):
             return False
         if is_of_plugin(proof):
             user = identity.user or ""
@@ -49,7 +49,7 @@ class Accesses:
     def is_gone(self, identity: Identity, proof: bytes) -> bool:
         """Return whether the user of a client that is no longer admitted is gone, so its session ends."""
         access = self._of(identity)
-        if access is None:
+        if access is None or not access.may_keep_id(identity.user, identity.client_id):
             return True
         if identity.user is None:
             return True

@@ -11,12 +11,13 @@ import asyncio
 import enum
 import hmac
 import os
+import re
 import ssl
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, cast
 
 from bridge.access import proofs
 from bridge.access.accounts import Account, Accounts, presented
@@ -26,6 +27,8 @@ from bridge.access.rules import NOTHING, AccessRule, Identity, Role
 from bridge.access.users import Password, read_users, usual_iterations
 from bridge.net.addresses import network_of
 from bridge.net.fairqueue import FairQueue
+
+ASSIGNED = re.compile("auto-[0-9a-f]{20}")  # a client id that the server gives to a client without one
 
 
 class Reason(enum.Enum):
@@ -130,6 +133,7 @@ class Access:
         self._guesses: Guesses = Guesses() if beside is None else beside._guesses
         self._turns: FairQueue = FairQueue() if beside is None else beside._turns
         self._key: bytes = os.urandom(16) if beside is None else beside._key
+        self._applied = 0  # how often users and rules were applied
         # A single separate thread, so that guessing passwords does not occupy the store's threads.
         self._hasher: ThreadPoolExecutor = (
             ThreadPoolExecutor(1, "mqtt-password") if beside is None else beside._hasher
@@ -145,6 +149,7 @@ class Access:
         self._users, self._accounts, self._rules = loaded.users, loaded.accounts, loaded.rules
         self._anonymous, self._client_ids = loaded.anonymous, loaded.client_ids
         self._authorities = loaded.authorities
+        self._applied += 1
         self._nobody = Password(usual_iterations(self._users), b"", b"\0" * 64)
 
     def close(self) -> None:
@@ -197,7 +202,7 @@ class Access:
 
     def identify(self, client_id: str, user: str | None, *, local: bool = False, label: str = "") -> Identity:
         """Return what a client that has logged in may do. `local`: it is on this machine."""
-        return Identity(
+        found = Identity(
             client_id,
             user,
             self._rules_of(user),
@@ -206,6 +211,20 @@ class Access:
             access=self.name,
             realm=self.realm_of(user),
         )
+        found.source, found.since = self, (self._applied, local, label, self._users.get(user or ""))
+        return found
+
+    def renewed(self, past: Identity) -> Identity:
+        """Return the identity of the same client now. A changed password leaves nothing to it."""
+        applied, local, label, password = cast("tuple[int, bool, str, Password | None]", past.since)
+        if applied == self._applied:
+            return past
+        found = self.identify(past.client_id, past.user, local=local, label=label)
+        if self._users.get(past.user or "") != password:
+            found = Identity(past.client_id, past.user, NOTHING, local=False, label=label)
+        found.origin, found.may_change = past.origin, past.may_change and found.page == "operate"
+        past.successor = found
+        return found
 
     def realm_of(self, user: str | None) -> str:
         """Return the realm of a user; anonymous clients always have that of their access."""
@@ -224,6 +243,11 @@ class Access:
             return owner == user
         bound = user is not None and self._client_ids != "any"  # not for anonymous clients
         return bound and self.may_use_id(user, client_id)
+
+    def may_keep_id(self, user: str | None, client_id: str) -> bool:
+        """Return whether this user may go on with a client id, which the server may have assigned."""
+        assigned = ASSIGNED.fullmatch(client_id) and self._accounts.owner_of(client_id) is None
+        return bool(assigned) or self.may_use_id(user, client_id)
 
     def may_use_id(self, user: str | None, client_id: str) -> bool:
         """Return whether this user may use a client id (None: anonymous, only ids that belong to no user)."""

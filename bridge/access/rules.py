@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 from msgspec import Meta, Struct
 
@@ -154,17 +154,25 @@ class Holder(NamedTuple):
         return f"clients without a user name at {self.network}" if self.network else "unknown clients"
 
 
+class Source(Protocol):
+    """The access that has given an identity."""
+
+    def renewed(self, past: Identity) -> Identity:
+        """Return the identity of the same client now; the past one if nothing has changed."""
+
+
 class Identity:
     """A client's names, and what its rules allow; a right that is None allows everything.
 
     `access` names the access through which the client came in, and `realm` the one whose user it is: they
     differ where a listener has the users of another one. `may_change` False leaves it the operations that
-    only look. `successor` is the identity of the same client after the rules have changed.
+    only look. `successor` is the identity of the same client after the rules have changed, `source` what
+    gives it one, and `since` what that needs to know.
     """
 
     __slots__ = (
         "_denied", "_label", "access", "client_id", "manage", "may_change", "operations", "origin", "page",
-        "publish", "read", "realm", "subscribe", "successor", "trusted", "user",
+        "publish", "read", "realm", "since", "source", "subscribe", "successor", "trusted", "user",
     )  # fmt: skip
 
     def __init__(
@@ -191,6 +199,8 @@ class Identity:
         self.page: Page = "operate"
         self.may_change = True
         self.successor: Identity | None = None
+        self.source: Source | None = None
+        self.since: object = None
         self._denied: dict[str, list[str]] = {}  # by right; without those of which nothing is denied
         if rules:
             self._limit([rule for rule in rules if rule.user in ("*", user or "")])
@@ -213,6 +223,13 @@ class Identity:
                 found += [f for rule in mine for f in rule.deny.subscribe]
             if found:
                 self._denied[right] = list(self._filled_wide(found))
+
+    def latest(self) -> Identity:
+        """Return the present identity of this client: itself, unless users or rules have changed since."""
+        found = self
+        while found.successor is not None:
+            found = found.successor
+        return found if found.source is None else found.source.renewed(found)
 
     @property
     def label(self) -> str:

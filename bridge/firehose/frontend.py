@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bridge.access.accesskeys import AccessKey, read_access_keys
+from bridge.access.rules import NOTHING, Identity
 from bridge.audit import Origin, record
 from bridge.errors import StreamBridgeError
 from bridge.firehose import replies, signature
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     import ssl
 
     from bridge.access.logins import Access
-    from bridge.access.rules import Identity
     from bridge.firehose.settings import FirehoseConfig
     from bridge.operations.catalog import Operations, Request
 
@@ -111,8 +111,12 @@ class FirehoseFrontEnd:
 
         Raises ConfigError if those are wrong; then the old ones stay.
         """
+        past = dict(self._identities)
         self._identities.clear()  # the rules may have changed, whatever is wrong with the files
         keys, context = self._read_keys(), self._context()
+        for (key, _), identity in past.items():
+            if keys.get(key) != self._keys.get(key):  # also for its requests that wait
+                identity.successor = Identity("", identity.user, NOTHING, local=False, label=identity.label)
         self._keys = keys
         if self._server is not None:
             self._server.tls = context

@@ -427,13 +427,12 @@ class Operations:
 
     async def carry_out(self, name: str, operation: Operation, call: Call, request: Request) -> Struct:
         """Carry out an operation of any table, by its name. Raises StreamBridgeError or OSError."""
+        call = call._replace(caller=call.caller.latest())  # the request may have waited
         _authorize(name, operation, request, call.caller, call.manager)
         with Change(name, call.caller, self.manager, request, operation.audit) as change:
             result = operation.carry_out(call, request)
             change.result = result = (await result) if isawaitable(result) else result
-        caller = call.caller
-        while caller.successor is not None:
-            caller = caller.successor
+        caller = call.caller.latest()
         if operation.waits and caller is not call.caller:  # the rules have changed meanwhile
             _authorize(name, operation, request, caller, call.manager)
         return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.client
 import json
 import socket
@@ -85,18 +86,26 @@ def test_an_export_is_paused_and_resumed_and_the_page_and_the_metrics_show_it(se
     assert (status, cbor2.loads(raw)["exports"]) == (200, ["out"])
 
 
+@contextlib.contextmanager
+def waiting_fetch(service: Service, user: str) -> Iterator[socket.socket]:
+    """A connection whose fetch from the stream `jobs` has been let in, and waits."""
+    body = json.dumps({"name": "jobs", "consumer": "work", "timeoutMillis": 3_600_000}).encode()
+    head = "POST /requests/fetchMessages HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
+    fields = JSON | login(user) | {"Content-Length": str(len(body))}
+    head += "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as client:
+        client.sendall(f"{head}\r\n".encode())
+        assert client.recv(100).startswith(b"HTTP/1.1 100 ")
+        client.sendall(body)
+        yield client
+
+
 def test_a_request_that_waits_ends_when_its_client_closes_the_connection(service: Service) -> None:
     exports = {"consumer": [{"identifier": "work"}]}
     definition = {"name": "jobs", "strategyOnFull": 0, "exportDefinition": exports}
     assert ask(service, "createMessageStream", definition=definition)["status"] == 0
-    body = json.dumps({"name": "jobs", "consumer": "work", "timeoutMillis": 3_600_000}).encode()
-    head = "POST /requests/fetchMessages HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
-    fields = JSON | login("ann") | {"Content-Length": str(len(body))}
-    head += "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    with socket.create_connection(("127.0.0.1", service.port), timeout=30) as client:
-        client.sendall(f"{head}\r\n".encode())
-        assert client.recv(100).startswith(b"HTTP/1.1 100 ")
-        client.sendall(body)
+    with waiting_fetch(service, "ann"):
+        pass
     process = psutil.Process(service.process.pid)
     eventually(
         lambda: (
@@ -109,6 +118,28 @@ def test_a_request_that_waits_ends_when_its_client_closes_the_connection(service
     ask(service, "appendMessage", name="jobs", payload="eA==")
     fetched = ask(service, "fetchMessages", name="jobs", consumer="work")
     assert [message["sequenceNumber"] for message in fetched["messages"]] == [0]
+
+
+@pytest.mark.parametrize("change", ["rules", "password", "user"])
+def test_a_request_that_waits_ends_with_the_rights_of_its_user(
+    service: Service, tmp_path: Path, change: str
+) -> None:
+    exports = {"consumer": [{"identifier": "work"}]}
+    definition = {"name": "jobs", "strategyOnFull": 0, "exportDefinition": exports}
+    assert ask(service, "createMessageStream", definition=definition)["status"] == 0
+    with waiting_fetch(service, "bob") as client:
+        if change == "rules":
+            config = tmp_path / "bridge.toml"
+            config.write_text(config.read_text().replace('user = "bob"\nsubscribe', 'user = "bob"\npublish'))
+        else:
+            names = {"password": {"ann": b"ann", "bob": b"x"}, "user": {"ann": b"ann"}}[change]
+            lines = [f"{name}:{hash_password(word)}\n" for name, word in names.items()]
+            (tmp_path / "users").write_text("".join(lines))
+        eventually(lambda: service.logged("msg=reloaded"))
+        ask(service, "appendMessage", name="jobs", payload="eA==")
+        answer = http.client.HTTPResponse(client)
+        answer.begin()
+        assert (answer.status, json.loads(answer.read())["statusName"]) == (200, "Unauthorized")
 
 
 def test_the_rights_are_those_of_the_user(service: Service) -> None:

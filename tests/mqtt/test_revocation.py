@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import msgspec
 import pytest
 
 from benchmarks.testbed.certificates import Authority, Pair
+from bridge.access.accounts import Account
 from bridge.access.rules import AccessRule
 from bridge.access.users import hash_password
 from bridge.mqtt.settings import TlsSettings
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5
 
-from .harness import Bridge, Client, bridge_test, connect, until
+from .harness import Bridge, Client, Packet, ack, bridge_test, connect, publish, until
 from .test_access import open_tls, users, with_bridge
 
 ANN, BOB = ("ann:" + hash_password(b"a"), "bob:" + hash_password(b"b"))
@@ -212,3 +214,79 @@ async def test_a_will_on_a_topic_that_its_client_may_not_publish_on_any_more_is_
     await until(lambda: not bridge.stat("connections"))
     assert await bridge.payloads() == []
     assert bridge.stat("dropped_wills") == 1
+
+
+def test_a_client_whose_id_is_bound_to_others_now_loses_connection_session_and_will(tmp_path: Path) -> None:
+    path = users(tmp_path, f"{ANN}\n{BOB}\n")
+    wide = [Account(name="ann", client_ids=["pump-1", "pump-2", "pump-3"])]
+    options: dict[str, Any] = {"user": "ann", "password": b"a", "level": V5, "properties": STAYS}
+
+    async def test(bridge: Bridge) -> None:
+        watcher = await bridge.connect("watcher", user="bob", password=b"b")
+        await watcher.subscribe(("will/#", 0))
+        kept, here, away = [
+            await bridge.connect(
+                name, will=(f"will/{name}", b"", 0), will_properties={p.WILL_DELAY: 1000}, **options
+            )
+            for name in ("pump-1", "pump-2", "pump-3")
+        ]
+        assigned = await bridge.connect("", user="ann", password=b"a", level=V5)
+        away.abort()
+        await until(lambda: bridge.stat("connections") == 4)
+        narrow = [Account(name="ann", client_ids=["pump-1"])]
+        bridge.front.reload(msgspec.structs.replace(bridge.config, user=narrow))
+        assert await here.closed()
+        assert [await kept.alive(), await assigned.alive()] == [True, True]
+        assert await watcher.silent()
+        assert bridge.stat("dropped_wills") == 2
+        left = {session.client_id for session in bridge.broker.sessions.all()}
+        assert left & {"pump-1", "pump-2", "pump-3"} == {"pump-1"}
+        bound = [*narrow, Account(name="bob", client_ids=["auto-*"])]
+        bridge.front.reload(msgspec.structs.replace(bridge.config, user=bound))
+        assert await assigned.closed(), "what the server has assigned is another user's now"
+
+    with_bridge(tmp_path, test, users_file=path, user=wide)
+
+
+@pytest.mark.parametrize("qos", [1, 2])
+@pytest.mark.parametrize("when", ["connected", "away", "stopped"])
+def test_what_was_in_flight_is_not_sent_again_to_a_client_that_may_not_read_it_any_more(
+    tmp_path: Path, when: str, qos: int
+) -> None:
+    narrow = [AccessRule(publish=["#"], subscribe=["open/#"])]
+
+    async def test(bridge: Bridge) -> None:
+        feeder = await bridge.connect("feeder")
+        options: dict[str, Any] = {"level": V5, "properties": STAYS, "clean": False}
+        reader = await bridge.connect("reader", **options)
+        await reader.subscribe(("open/#", qos), ("secret/#", qos))
+        for number, topic in enumerate(("secret/a", "open/a", "secret/b"), 1):
+            await feeder.exchange(publish(topic, b"", 2, number))
+            await feeder.exchange(ack(0x62, number))
+        for topic in ("secret/a", "open/a", "secret/b"):
+            assert reader.parse(*await reader.receive()).topic == topic
+        if when != "connected":
+            reader.abort()
+            await until(lambda: bridge.stat("connections") == 1)
+        if when == "stopped":
+            await bridge.stop()
+            bridge.config = msgspec.structs.replace(bridge.config, acl=narrow)
+            await bridge.start()
+        else:
+            bridge.front.reload(msgspec.structs.replace(bridge.config, acl=narrow))
+        reader = await bridge.connect("reader", **options)
+        reader.send(b"\xc0\0")
+        got = [packet async for packet in _until_ping(reader)]
+        assert [reader.parse(*one).topic for one in got if one.head >> 4 == 3] == ["open/a"]
+        freed = [one for one in got if one.head == 0x62]
+        while len(freed) < 2 * (qos == 2):  # so that the client forgets the ids
+            freed.append(await reader.receive())
+        assert {one.head for one in freed} <= {0x62}
+        assert bridge.stat("dropped_unreadable") == 2
+
+    with_bridge(tmp_path, test, acl=[AccessRule(publish=["#"], subscribe=["#"])])
+
+
+async def _until_ping(client: Client) -> AsyncIterator[Packet]:
+    while (packet := await client.receive()).head != 0xD0:
+        yield packet

@@ -199,12 +199,13 @@ class Broker:
             self._drop_unreadable(session)
 
     def _drop_unreadable(self, session: Session) -> None:
-        """Drop what waits for a client that may read it no longer, or give it to another member."""
-        outs = session.outbox.unreadable(session.identity.may_read) if len(session.outbox) else ()
+        """Drop what a client would get, and may read no longer, or give it to another member."""
+        asks = len(session.outbox) and not session.identity.may_read_all("#")
+        outs = session.outbox.unreadable(session.identity.may_read) if asks else ()
         if not outs:
             return
         for out in outs:
-            if out.share and self.router.reassign(out):
+            if out.share and not (out.sent and out.qos == 2) and self.router.reassign(out):
                 self.counts["reassigned"] += 1
             else:
                 self.counts["dropped_unreadable"] += 1
@@ -230,6 +231,9 @@ class Broker:
             if not self.accesses.still_admits(asked.identity, asked.proof):  # after a reload
                 done(Refused(NOT_AUTHORIZED, "what it logged in with has been replaced"))
                 return
+            if asked.identity.latest() is not asked.identity:  # likewise
+                fresh = self.accesses.again(asked.identity, local=inbox.line.local)
+                asked = asked._replace(identity=fresh)
             if old is not None and old.line is not None:
                 old.line.fail("taken_over", "taken over by a new connection", SESSION_TAKEN_OVER)
             elif newest is not None and newest.unstored_ids:

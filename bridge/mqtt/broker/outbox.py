@@ -90,7 +90,7 @@ class Outbox:
 
     __slots__ = (
         "_again", "_bytes", "_counts", "_free", "_inflight", "_limits", "_line", "_memory", "_next_id",
-        "_notes", "_queue", "_released", "held",
+        "_notes", "_queue", "_released", "_withdrawn", "held",
     )  # fmt: skip
 
     def __init__(self, limits: Limits, counts: Counter[str], notes: Notes, memory: Memory) -> None:
@@ -102,6 +102,7 @@ class Outbox:
         self._inflight: dict[int, Outgoing] = {}
         self._again: dict[int, Outgoing] = {}  # of these, the ones to resend on this connection
         self._released: dict[int, bool] = {}  # QoS 2 ids after PUBREC; whether PUBREL may be sent
+        self._withdrawn: tuple[tuple[int, Outgoing], ...] = ()  # in flight, and not to be sent again
         self._bytes = self._next_id = 0
         self._line: Line | None = None
         self._free: Callable[[], object] | None = None
@@ -194,29 +195,60 @@ class Outbox:
         return full, line is None, len(self)
 
     def unreadable(self, may_read: Callable[[str], bool]) -> list[Outgoing]:
-        """What waits, and may be read no longer. What has been sent stays: its receiver may have it."""
+        """What would be sent, or sent again, and may be read no longer.
+
+        What is in flight on this connection counts against its Receive Maximum, and is withdrawn with it.
+        """
         may: dict[bytes, bool] = {}
-        found = []
-        for out in self._queue:
+
+        def is_unreadable(out: Outgoing) -> bool:
             topic = out.message.topic
             if topic not in may:
                 may[topic] = may_read(topic.decode())
-            if not (may[topic] or out.asked):
-                found.append(out)
+            return not (may[topic] or out.asked)
+
+        flying = self._inflight if self._line is None else self._again
+        found = list(filter(is_unreadable, (*flying.values(), *self._queue)))
+        if self._line is not None:
+            sent = [one for one in self._inflight.items() if one[0] not in self._again]
+            self._withdrawn = tuple(one for one in sent if is_unreadable(one[1]))
         return found
 
     def remove(self, outs: Collection[Outgoing]) -> None:
-        """Take messages out of the queue."""
+        """Take messages out of the queue, and those that would be sent again."""
         gone = set(map(id, outs))
-        self._queue = deque(out for out in self._queue if id(out) not in gone)
-        for out in outs:
-            self._bytes -= out.message.size
-            self.hold(-out.message.size)
-            self._notes.settled(out)
+        for packet_id, out in list(self._inflight.items()):
+            if id(out) in gone:
+                gone.discard(id(out))
+                self._take_back(packet_id, out)
+        kept = deque[Outgoing]()
+        for out in self._queue:
+            if id(out) in gone:
+                self._bytes -= out.message.size
+                self.hold(-out.message.size)
+                self._notes.settled(out)
+            else:
+                kept.append(out)
+        self._queue = kept
+
+    def _take_back(self, packet_id: int, out: Outgoing) -> None:
+        """Never send a message again. Its receiver may have it, and must forget a QoS 2 id first."""
+        self._again.pop(packet_id, None)
+        if out.sent and out.qos == 2:
+            self.pubrec(packet_id, SUCCESS)
+            return
+        del self._inflight[packet_id]
+        self.hold(-out.message.size)
+        self._forget(packet_id, out)
 
     def attach(self, line: Line) -> None:
         """Use a new connection: resend unacknowledged messages, then send waiting ones."""
         self._line = line
+        for packet_id, out in self._withdrawn:
+            if self._inflight.get(packet_id) is out:
+                self._counts["dropped_unreadable"] += 1
+                self._take_back(packet_id, out)
+        self._withdrawn = ()
         self._again = {packet_id: out for packet_id, out in self._inflight.items() if out.noted}
         for packet_id, kept in self._released.items():
             if kept:
