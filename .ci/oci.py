@@ -39,6 +39,7 @@ CONFIG = {
     "ExposedPorts": {"1883/tcp": {}},
     "Env": [
         "PATH=/usr/bin",
+        "STREAMBRIDGE_IMAGE=1",  # `bridge.readable.foreign`
         "HOME=/var/lib/streambridge",
         "LANG=C.UTF-8",
         "PYTHONDONTWRITEBYTECODE=1",

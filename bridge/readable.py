@@ -4,18 +4,24 @@ Somebody may have put anything in the place of such a file. Opening a FIFO block
 a device may have no end, and a file may be larger than the memory. The service would hang at a reload, or be
 killed. So these count as files that cannot be read. What is checked is the file that was opened, not what its
 path named a moment before.
+
+What is obeyed or executed, the configuration and plugins, has one rule of ownership more: `foreign`.
 """
 
 from __future__ import annotations
 
 import errno
+import grp
 import os
 import pwd
 import stat
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 MOST = 64 * 1024 * 1024  # bytes
 PIECE = 1024 * 1024  # bytes of a read
+LINKS = 40  # from one to the next, as for the kernel
 
 
 def is_directory(path: Path | str) -> bool:
@@ -47,6 +53,55 @@ def ensure_regular(*paths: Path | str | None) -> None:
     for path in paths:
         if path is not None:
             read_regular(Path(path))
+
+
+def foreign(path: Path, user: int | None = None) -> str:
+    """Return why others than root and a user could change what a path names, and the remedy; else nothing.
+
+    The user is by default that of this process. Asked are the path, what it leads to by links, and all
+    directories on the way: they belong to these users, and nobody else may write to them. A directory like
+    /tmp, where only owners replace their files, is good; so is a group that has no other member. In the
+    container image, where users are not those of the machine, so is what is mounted read-only.
+    """
+    owner = os.geteuid() if user is None else user
+    with suppress(OSError):  # what cannot be found cannot be read either
+        for place in _way(path.absolute()):
+            found = place.lstat()
+            if "STREAMBRIDGE_IMAGE" in os.environ and os.statvfs(place).f_flag & os.ST_RDONLY:
+                continue
+            if found.st_uid not in (0, owner):
+                only = "root" if owner == 0 else f"root and user {user_name(owner)}"
+                whose = f"{place} belongs to user {user_name(found.st_uid)}"
+                return f"{whose}; only {only} may own it, because the service obeys it; chown root {place}"
+            if stat.S_ISLNK(found.st_mode) or (found.st_mode & stat.S_ISVTX and stat.S_ISDIR(found.st_mode)):
+                continue
+            if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_private(found)):
+                return f"{place} is writable by group or others; chmod go-w {place}"
+    return ""
+
+
+def _way(path: Path) -> Iterator[Path]:
+    """A path, what it leads to by links, and all directories on the way, those before what is in them."""
+    for _ in range(LINKS):
+        *parents, name = [*reversed(path.parents), path]
+        for place in parents:
+            yield place
+            if place.is_symlink():  # begin again with the directory that it leads to
+                path = place.parent / place.readlink() / path.relative_to(place)
+                break
+        else:
+            yield name
+            if not name.is_symlink():
+                return
+            path = name.parent / name.readlink()
+
+
+def _is_private(found: os.stat_result) -> bool:
+    """Whether the group of a file has no member but its owner, who is not root."""
+    with suppress(KeyError):
+        user, group = pwd.getpwuid(found.st_uid), grp.getgrgid(found.st_gid)
+        return bool(found.st_uid) and user.pw_gid == group.gr_gid and {*group.gr_mem} <= {user.pw_name}
+    return False
 
 
 def user_name(user: int) -> str:

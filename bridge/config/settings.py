@@ -134,7 +134,7 @@ class Config(Struct, frozen=True, kw_only=True):
 
 def load(path: Path, exporters: Exporters | None = None) -> Config:
     """Read the configuration at `path` and the fragments in `conf.d` beside it; see `understand`."""
-    config, reader = understand(tomlfile.read(path), exporters)
+    config, reader = understand(tomlfile.read(path, obeyed=True), exporters)
     if reader.problems:
         raise ConfigError(reader.report())
     return config

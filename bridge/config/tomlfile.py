@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bridge.plugin import discovery
-from bridge.readable import read_regular, unreadable
+from bridge.readable import foreign, read_regular, unreadable
 
 FRAGMENTS = "conf.d"
 DEEPEST = 100  # levels of tables and lists; far more than any setting has, and far less than Python's stack
@@ -58,8 +58,9 @@ class Problem(NamedTuple):
 class Document:
     """The merged content of a file and its fragments."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, obeyed: bool = False) -> None:
+        """`obeyed`: by a service of this user, so that others must not be able to change it."""
+        self.path, self._obeyed = path, obeyed
         self.files: list[Path] = []
         self.problems: list[Problem] = []  # of files that could not be read
         self.data: dict[str, Any] = {}
@@ -87,6 +88,8 @@ class Document:
 
     def add(self, path: Path) -> None:
         """Merge one file into the document; if it cannot be read, `problems` says so."""
+        if self._obeyed and (why := foreign(path)):
+            self.problems.append(Problem(Position(path, 0), f"not obeyed: {why}"))
         try:
             data, lines = _parse(path)
         except _UnreadableError as error:
@@ -109,9 +112,9 @@ def files_at(path: Path) -> list[Path]:
     return [path, path.parent / FRAGMENTS]
 
 
-def read(path: Path) -> Document:
-    """Read the file at `path` and the fragments in `conf.d` beside it."""
-    document = Document(path)
+def read(path: Path, *, obeyed: bool = False) -> Document:
+    """Read the file at `path` and the fragments in `conf.d` beside it. `obeyed` is as in `Document`."""
+    document = Document(path, obeyed=obeyed)
     document.add(path)
     try:
         for fragment in _fragments(path):

@@ -4,8 +4,9 @@ Order: the files shipped in `plugins/` (in a wheel `bridge/_plugins/`), pip pack
 the group `streambridge`, then the files and packages of drop-in directories by name. If a name or kind is
 already taken, the later plugin fails. A plugin that fails is listed with its error; the others load.
 
-The code of a drop-in directory runs as the service: the directory and each file in it must belong to
-root or to the service's user, and must not be writable by group or others. Otherwise they do not load.
+The code of a drop-in directory runs as the service: nobody but root and the service's user may change the
+directory, a file in it, or what links lead to (`readable.foreign`). Otherwise they do not load. A drop-in is
+compiled from its source each time: what is in `__pycache__` beside it counts for nothing.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import os
-import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import entry_points, version
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 from zlib import crc32
 
@@ -35,7 +36,7 @@ from bridge.plugin.auth import AuthOptions
 from bridge.plugin.consumer import ClientExporter
 from bridge.plugin.hooks import GROUP
 from bridge.plugin.mistakes import failure, hook_mistake
-from bridge.readable import is_directory
+from bridge.readable import foreign, is_directory
 
 ExportDefinition = dict[str, list[dict[str, Any]]]
 
@@ -235,22 +236,34 @@ def _own_version() -> str:
 
 def _import_drop_in(directory: Path, path: Path, target: Path) -> Callable[[], ModuleType]:
     def import_it() -> ModuleType:
-        for place in (directory, path, *(path.rglob("*") if path.is_dir() else ())):
-            _check_owner(place)
-        return _import_path(target)()
+        for place in (directory, path, *_inside(path)):
+            if why := foreign(place):
+                raise PluginError(why)
+        return _import_path(target, _FromSource)()
 
     return import_it
 
 
-def _check_owner(path: Path) -> None:
-    status = path.stat()
-    if status.st_uid not in (0, os.geteuid()):
-        raise PluginError(f"{path} belongs to user {status.st_uid}; only root and the service may own it")
-    if stat.S_IMODE(status.st_mode) & 0o022:
-        raise PluginError(f"{path} is writable by group or others; `chmod go-w {path}`")
+def _inside(path: Path) -> Iterator[Path]:
+    """All that is below a directory, also by links."""
+    seen = set()
+    for where, directories, files in os.walk(path, followlinks=True):
+        yield from (Path(where, name) for name in (*directories, *files))
+        if (real := os.path.realpath(where)) in seen:
+            directories.clear()
+        seen.add(real)
 
 
-def _import_path(path: Path) -> Callable[[], ModuleType]:
+class _FromSource(SourceFileLoader):
+    """Loads a module from its source only."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
+
+
+def _import_path(path: Path, loader: type[SourceFileLoader] = SourceFileLoader) -> Callable[[], ModuleType]:
     package = path.name == "__init__.py"
     stem = path.parent.name if package else path.stem
     name = f"{GROUP}_plugins_{stem}_{crc32(os.fsencode(path)):08x}"
@@ -259,7 +272,10 @@ def _import_path(path: Path) -> Callable[[], ModuleType]:
         if name in sys.modules:  # load each module once, because msgspec looks up types by module name
             return sys.modules[name]
         spec = importlib.util.spec_from_file_location(
-            name, path, submodule_search_locations=[str(path.parent)] if package else None
+            name,
+            path,
+            loader=loader(name, str(path)),
+            submodule_search_locations=[str(path.parent)] if package else None,
         )
         if spec is None or spec.loader is None:
             raise PluginError(f"{path} cannot be imported")

@@ -21,6 +21,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from bridge.config.settings import load
+from bridge.errors import ConfigError
 from tests.cli.conftest import Fill, streambridge
 
 # No listener of its own, so that tests need no free port.
@@ -753,11 +755,33 @@ def test_a_mistake_in_a_file_of_logins_is_reported_once_with_one_remedy(path: Pa
     assert check(path, text) == []
 
 
-def test_a_configuration_that_every_user_can_write_is_a_warning(path: Path) -> None:
-    path.write_text("")
-    path.chmod(0o666)
-    (line,) = check(path, QUIET)
-    assert line == "warning: x.toml: every user of this machine can write it; chmod o-w x.toml"
+def test_a_configuration_that_others_could_change_is_an_error_and_is_not_obeyed(path: Path) -> None:
+    directory = path.parent / "conf.d"
+    directory.mkdir()
+    fragment, target = directory / "a.toml", path.parent / "elsewhere" / "a.toml"
+    target.parent.mkdir()
+    for one in (path, target):
+        one.write_text("")
+        one.chmod(0o644)
+    fragment.symlink_to(target)
+    check(path, QUIET)
+    assert load(path)
+    for open_to_all in (path, directory, target, target.parent):
+        mode = open_to_all.stat().st_mode
+        open_to_all.chmod(0o777 if open_to_all.is_dir() else 0o666)
+        why = f"not obeyed: {open_to_all} is writable by group or others; chmod go-w {open_to_all}"
+        with pytest.raises(ConfigError) as refused:
+            load(path)
+        assert why in str(refused.value)
+        assert any(line.endswith(why.replace(f"{path.parent}/", "")) for line in check(path, QUIET))
+        open_to_all.chmod(mode)
+    if os.geteuid() == 0:
+        for foreign in (path, directory, fragment, target, target.parent):
+            os.chown(foreign, 12345, 0, follow_symlinks=False)
+            with pytest.raises(ConfigError, match="belongs to user 12345; only root may own it"):
+                load(path)
+            os.chown(foreign, 0, 0, follow_symlinks=False)
+    assert load(path)
 
 
 def test_a_listener_that_mode_external_does_not_open_is_a_warning(path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
+import py_compile
 import signal
 import sys
 from pathlib import Path
@@ -126,6 +128,47 @@ def test_a_drop_in_that_others_can_write_does_not_load(tmp_path: Path) -> None:
     (tmp_path / "plugins").chmod(0o777)
     registry = discovery.load([tmp_path / "plugins"])
     assert not {"open", "closed"} & set(registry.exporters)
+
+
+def test_a_drop_in_is_loaded_from_its_source_and_never_from_a_cache_beside_it(tmp_path: Path) -> None:
+    for name, kind in (("mine", "good"), ("theirs", "evil")):
+        drop_in(tmp_path, name, GOOD.format(kind=kind))
+    source, other = (tmp_path / "plugins" / f"{name}.py" for name in ("mine", "theirs"))
+    cache = Path(importlib.util.cache_from_source(str(source)))
+    py_compile.compile(
+        str(other), str(cache), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH
+    )
+    other.unlink()
+    cache.parent.chmod(0o777)
+    registry = discovery.load([tmp_path / "plugins"])
+    assert "good" in registry.exporters
+    assert "evil" not in registry.exporters
+
+
+@pytest.mark.parametrize("how", ["link to a file", "link to a directory", "cache in a package"])
+def test_a_drop_in_whose_parts_others_can_change_does_not_load(tmp_path: Path, how: str) -> None:
+    drop_in(tmp_path, "closed", GOOD.format(kind="closed"))
+    elsewhere, package = tmp_path / "elsewhere", tmp_path / "plugins" / "mine"
+    elsewhere.mkdir()
+    package.mkdir()
+    source = "from .out import register_exporters\n" if how != "link to a file" else "\n"
+    (package / "__init__.py").write_text(source, encoding="utf-8")
+    (elsewhere / "out.py").write_text(GOOD.format(kind="mine").replace("\n    ", "\n"), encoding="utf-8")
+    if how == "cache in a package":
+        (package / "out.py").write_bytes((elsewhere / "out.py").read_bytes())
+        (package / "__pycache__").mkdir()
+        (package / "__pycache__").chmod(0o777)
+    elif how == "link to a file":
+        (tmp_path / "plugins" / "out.py").symlink_to(elsewhere / "out.py")
+        elsewhere.chmod(0o777)
+    else:
+        (package / "out").symlink_to(elsewhere)
+        (elsewhere / "out.py").rename(elsewhere / "__init__.py")
+        (elsewhere / "__init__.py").chmod(0o666)
+    registry = discovery.load([tmp_path / "plugins"])
+    assert "closed" in registry.exporters
+    assert "mine" not in registry.exporters
+    assert any("is writable by group or others" in (found.error or "") for found in registry.found)
 
 
 def test_a_drop_in_may_be_a_package_with_files_of_its_own(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from bridge.errors import ConfigError, EncryptionKeyError
 from bridge.firehose.settings import FirehoseTls
 from bridge.mqtt.settings import TlsSettings
 from bridge.net.crl import read_crls
-from bridge.readable import is_directory, read_regular
+from bridge.readable import foreign, is_directory, read_regular
 from bridge.streams.layout import FULL, STREAMS
 from bridge.streams.reader import stream_directories
 from bridge.streams.store import is_held, running
@@ -194,8 +194,8 @@ def closed_streams(context: CheckContext) -> Iterator[Finding]:
 def secrets(context: CheckContext) -> Iterator[Finding]:
     """Check who may read the files with secrets, and who may write the configuration."""
     for path in context.document.files:
-        if path.stat().st_mode & stat.S_IWOTH:
-            yield Finding("warning", f"{path}: every user of this machine can write it; chmod o-w {path}")
+        if why := foreign(path, context.service):
+            yield Finding("error", f"{path}: not obeyed: {why}")
     wrong = dict(_wrong_logins(context))
     for keys, path in _named(context, SECRETS):
         create = CREATE_USERS if keys[-1] == "users_file" else CREATE.get(keys, "")
