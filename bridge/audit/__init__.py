@@ -9,7 +9,7 @@
 An event is one line. Keys that do not apply are omitted:
 
     time        when it happened, RFC 3339 in UTC, with milliseconds
-    seq         counts the lines since the start from 1: a missing number is a missing line
+    seq         counts the lines, also over starts and kills: a missing number is a missing line
     event       `login`, `publish`, `subscribe`, `will`, `revoke`, `start`, `stop`, `reload`, `clock`, `lost`,
                 or the name of an operation
     outcome     `ok`, `refused` (no right, or wrong credentials) or `failed` (another error)
@@ -30,7 +30,10 @@ What it promises:
 * A line is in the file a moment after its event, and on the disk at most `sync_interval` later. SIGKILL
   costs the lines of that moment; a power cut those of `sync_interval`. A stop writes and syncs everything.
 * Lines that cannot be written (a full disk) are kept and written later, up to `writer.MOST_KEPT`; `lost`
-  counts the others.
+  counts the others. Each destination is for itself: what keeps lines out of one does not keep them out of
+  another.
+* What a kill costs is seen: the numbers of lines that were made and not written are missing, and `lost` counts
+  the events that were in no line yet. Readers find whole lines only.
 * Nobody can push other lines out of the files by repeating something: see `repeats`.
 """
 
@@ -39,17 +42,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from bridge.audit.repeats import Bounds, Event
 from bridge.audit.settings import AuditSettings
 from bridge.audit.writer import Audit
 
+TALLY = "audit.tally"
 CUT = 500  # characters that are kept of a text that a client sends
 LONGEST = 64 * 1024  # characters of JSON of one value in `before` and `after`
 
 Outcome = Literal["ok", "refused", "failed"]
 _current: Audit | None = None
+_tally: Path | None = None
 
 
 class Origin(NamedTuple):
@@ -59,16 +65,21 @@ class Origin(NamedTuple):
     address: str = ""
 
 
-def begin(settings: AuditSettings, bounds: Bounds | None = None) -> None:
-    """Open the audit log of this process, if the settings define one. Raises ConfigError."""
-    global _current
-    _current = Audit(settings, bounds) if settings.on else None
+def begin(settings: AuditSettings, bounds: Bounds | None = None, data_dir: Path | None = None) -> None:
+    """Open the audit log of this process, if the settings define one. Raises ConfigError.
+
+    `data_dir` keeps the counts, with which the next process goes on.
+    """
+    global _current, _tally
+    _tally = None if data_dir is None else data_dir / TALLY
+    _current = Audit(settings, bounds, _tally) if settings.on else None
 
 
 def reload(settings: AuditSettings) -> None:
     """Apply new settings. After a ConfigError, nothing has changed."""
+    global _current
     if _current is None:
-        begin(settings)
+        _current = Audit(settings, None, _tally) if settings.on else None
     elif settings.on:
         _current.reload(settings)
     else:
@@ -81,6 +92,11 @@ def end() -> None:
     if _current is not None:
         _current.close()
         _current = None
+
+
+def troubles() -> dict[str, str]:
+    """Why destinations of the audit log cannot be written now, by name."""
+    return {} if _current is None else _current.troubles()
 
 
 def active() -> bool:

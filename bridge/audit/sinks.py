@@ -1,7 +1,7 @@
 """Where the lines of the audit log go.
 
-`FileSink` appends JSON lines to a file of mode 0600. If a line does not fit on the disk, it is removed again.
-If a kill or a power cut has torn a line, the next start ends it with a newline. At `max_size` the file is
+`FileSink` appends JSON lines to a file of mode 0600. It reserves the space first: if lines do not fit on the
+disk, none is begun. If a power cut has torn a line, the next start cuts it off. At `max_size` the file is
 rotated: FILE.1 becomes FILE.2 and so on, FILE becomes FILE.1, and the directory is synced. A kill in between
 leaves every line under one of these names. If the file was moved away (by logrotate), it is created again.
 The file is locked, so a second process is refused.
@@ -14,6 +14,7 @@ its length before it. A datagram that is too long for the socket goes as a seale
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import json
@@ -33,6 +34,10 @@ from bridge.printable import printable, printable_json, without_credentials
 log = logging.getLogger(__name__)
 
 _PRIORITIES = {"ok": 6, "refused": 4, "failed": 4}
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE of fallocate(2)
+PAGE = 4096  # bytes of a write: a reader sees a longer one in parts
+TAIL = 512 * 1024  # bytes at the end of a file; no line is as long
 _SEALS = 0x000F  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE
 
 
@@ -57,7 +62,12 @@ class FileSink:
         self._path = path
         self._max_size, self._files = 1 << 62, 2
         self._written = 0  # the `seq` of the last line that is in the file
+        self.last = 0  # the `seq` of the last line of earlier processes
+        self.torn = False  # the last line was incomplete
         self._fd, self._size = self._open()
+        if not self._size:
+            with contextlib.suppress(OSError), self._numbered(1).open("rb") as before:
+                self.last = _last(before.read()[-TAIL:])
 
     def bound(self, max_size: int, files: int) -> None:
         """Set the maximum size of a file in bytes, and the number of files."""
@@ -72,9 +82,11 @@ class FileSink:
             if line["seq"] <= self._written:
                 continue
             text = _json(line) + b"\n"
-            if self._size + len(piece) + len(text) > self._max_size and self._size + len(piece):
+            over = self._size + len(piece) + len(text) > self._max_size and self._size + len(piece)
+            if over or len(piece) + len(text) > PAGE:
                 self._append(piece, last)
                 piece.clear()
+            if over:
                 self._rotate()
             piece += text
             last = line["seq"]
@@ -108,8 +120,12 @@ class FileSink:
                 what = "another process writes to it; choose another file"
                 raise OSError(errno.EBUSY, what, str(self._path)) from None
             size = found.st_size
-            if size and os.pread(fd, 1, size - 1) != b"\n":
-                size += os.write(fd, b"\n")
+            tail = os.pread(fd, TAIL, max(size - TAIL, 0))
+            if tail and not tail.endswith(b"\n"):
+                self.torn = True
+                size -= len(tail) - tail.rfind(b"\n") - 1
+                os.ftruncate(fd, size)
+            self.last = max(self.last, _last(tail[: tail.rfind(b"\n") + 1]))
             sync_directory(self._path.absolute().parent)
         except BaseException:
             os.close(fd)
@@ -132,6 +148,8 @@ class FileSink:
         """Append complete lines up to number `last`, or leave the file unchanged."""
         view = memoryview(bytes(piece))
         written = 0
+        if piece:
+            self._reserve(len(piece))
         try:
             while written < len(view):
                 written += os.write(self._fd, view[written:])
@@ -141,6 +159,14 @@ class FileSink:
             raise
         self._size += written
         self._written = last
+
+    def _reserve(self, size: int) -> None:
+        """Raise OSError if there is no room for so many bytes, as far as the file system can tell."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.fallocate(self._fd, _KEEP_SIZE, ctypes.c_longlong(self._size), ctypes.c_longlong(size)):
+            number = ctypes.get_errno()
+            if number in FULL:
+                raise OSError(number, os.strerror(number), str(self._path))
 
     def _rotate(self) -> None:
         """Begin a new file. If that fails, the old one grows."""
@@ -213,6 +239,14 @@ class JournalSink:
                 socket.send_fds(self._socket, [b""], [fd])
             finally:
                 os.close(fd)
+
+
+def _last(tail: bytes) -> int:
+    """Return the `seq` of the last whole line; 0 if there is none."""
+    for line in reversed(tail.splitlines()):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            return int(json.loads(line)["seq"])
+    return 0
 
 
 def _shown(line: dict[str, Any]) -> dict[str, Any]:

@@ -123,7 +123,7 @@ async def _here(target: Target, operation: str, body: bytes) -> bytes:
     ) as store:
         manager = StreamManager(store, discovery.load(target.plugin_dirs), _Stopped(data_dir))
         caller = command(f"uid {os.getuid()}, pid {os.getpid()}")
-        audit.begin(target.audit)
+        audit.begin(target.audit, data_dir=data_dir)
         try:
             return await answer(Operations(manager), operation, body, MAX_FRAME, caller)
         finally:

@@ -214,7 +214,7 @@ class Service:
             )
             self._manager = manager = StreamManager(store, registry, exports)
             stack.callback(manager.close)
-            audit.begin(config.audit)
+            audit.begin(config.audit, data_dir=gateway.data_dir)
             stack.callback(audit.end)
             self._reconcile(config)
             manager.report_deleting()

@@ -203,14 +203,67 @@ def test_a_file_that_was_moved_away_or_torn_goes_on_with_whole_lines(tmp_path: P
     path.chmod(0o600)
     with audited(file=path):
         record("start")
-        until(lambda: path.read_text().endswith("}\n"))
+        until(lambda: path.read_text().count("}\n") == 2)
         path.rename(tmp_path / "taken")
         record("stop")
         until(path.exists)
-    torn, start = (tmp_path / "taken").read_text().splitlines()
-    assert torn == '{"event": "tor'
-    assert json.loads(start)["event"] == "start"
+    assert [line["event"] for line in lines(tmp_path / "taken")] == ["lost", "start"], "no half line"
     assert [line["event"] for line in lines(path)] == ["stop"]
+
+
+@pytest.mark.parametrize("broken", ["full", "hangs"])
+def test_a_file_that_cannot_be_written_keeps_no_line_from_the_journal(tmp_path: Path, broken: str) -> None:
+    path, address, write, gate = tmp_path / "audit.jsonl", tmp_path / "socket", os.write, threading.Event()
+
+    def refuse(fd: int, data: Any) -> int:
+        if not gate.is_set() and os.readlink(f"/proc/self/fd/{fd}") == str(path):  # noqa: PTH115
+            if broken == "hangs":
+                gate.wait(60)
+            else:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data)
+
+    with pytest.MonkeyPatch.context() as patch, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(str(address))
+        receiver.settimeout(60)
+        patch.setattr(os, "write", refuse)
+        with audited(Bounds(alike=1000), file=path, journald=True, journald_socket=address):
+            for number in range(180):
+                record("createMessageStream", on=f"s{number}")
+            got = [_fields(receiver.recv(1 << 20))["STREAMBRIDGE_ON"] for _ in range(180)]
+            assert got == [f"s{number}" for number in range(180)]
+            if broken == "full":
+                until(lambda: audit.troubles() == {f"file:{path}": "[Errno 28] No space left on device"})
+            gate.set()
+            until(lambda: len(lines(path)) == 180 and not audit.troubles())
+
+
+def test_numbers_go_on_over_starts_and_files_and_what_found_no_room_is_counted(tmp_path: Path) -> None:
+    path, write, gate = tmp_path / "audit.jsonl", os.write, threading.Event()
+    for _ in range(2):
+        with audited(Bounds(alike=1000), file=path, max_size=4096, files=9):
+            for number in range(50):
+                record("login", client=f"c{number}", why="x" * 100)
+    path.rename(tmp_path / "audit.jsonl.0")
+
+    def late(fd: int, data: Any) -> int:
+        gate.wait(60)
+        return write(fd, data)
+
+    with pytest.MonkeyPatch.context() as patch, audited(Bounds(alike=100_000), file=path):
+        patch.setattr(os, "write", late)
+        for number in range(30_000):
+            record("login", client=f"d{number}")
+        gate.set()
+        until(lambda: path.stat().st_size)
+        record("stop")
+    files = [tmp_path / f"audit.jsonl.{number}" for number in (9, 8, 7, 6, 5, 4, 3, 2, 1, 0)]
+    assert [line["seq"] for line in lines(*files)] == list(range(1, 101))
+    found = lines(path)
+    numbers = [line["seq"] for line in found]
+    assert numbers == sorted(set(numbers))
+    told = sum(line["repeated"] for line in found if line["event"] == "lost")
+    assert sum(line["event"] != "lost" for line in found) + told == 30_001
 
 
 def test_what_cannot_be_an_audit_log_is_refused_with_a_reason(tmp_path: Path) -> None:

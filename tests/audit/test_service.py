@@ -158,6 +158,29 @@ def test_starts_stops_and_reloads_are_noted_and_a_kill_keeps_what_was_noted(serv
     assert lines(service, "stop")[0]["why"] == "signal"
 
 
+def test_what_a_kill_costs_is_seen_at_the_next_start(service: Service) -> None:
+    wait_for(service, "start")
+    for number in range(30):  # the last ten of them wait for the end of their minute
+        ask(service, "deleteMessageStream", {"name": f"none-{number}"}, "ann", "a")
+    wait_for(service, "deleteMessageStream", on="none-19")
+    before = lines_of_all(service)
+    service.process.kill()
+    service.process.wait()
+    path = service.directory / "audit.jsonl"
+    whole = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(whole[:-3]) + whole[-3][:30])  # as if the disk had been late
+    service.start()
+    eventually(lambda: lines(service, "lost"))
+    found = lines_of_all(service)[len(whole) - 3 :]
+    assert lines(service, "lost")[0]["repeated"] == 21, "ten logins, ten deletions, and the torn line"
+    assert [line["seq"] for line in found] == list(range(len(before) + 1, len(before) + 1 + len(found)))
+
+
+def lines_of_all(service: Service) -> list[dict[str, Any]]:
+    text = (service.directory / "audit.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
 def test_a_flood_of_wrong_logins_is_summed_up_and_leaves_the_files_small(service: Service) -> None:
     for number in range(500):
         with socket.create_connection(("127.0.0.1", service.mqtt_port)) as sock:
