@@ -12,12 +12,20 @@ from __future__ import annotations
 
 import errno
 import grp
+import hashlib
+import logging
 import os
 import pwd
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
+
+from bridge.errors import ConfigError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MOST = 64 * 1024 * 1024  # bytes
 PIECE = 1024 * 1024  # bytes of a read
@@ -46,6 +54,62 @@ def read_regular(path: Path) -> tuple[bytes, int]:
     if size > MOST:
         raise OSError(errno.EFBIG, f"it is larger than {MOST >> 20} MiB", str(path))
     return b"".join(pieces), found.st_mode
+
+
+class Kept:
+    """What was made of files, so that only what has changed is made again, and a broken file changes nothing.
+
+    `broken` says of each option what is wrong with its file, whose last good content holds, and `missing` the
+    same where there is none since the start. Any thread may use this.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, ...], tuple[object, Any]] = {}
+        self.broken: dict[str, str] = {}
+        self.missing: dict[str, str] = {}
+
+    def read(
+        self,
+        key: tuple[Any, ...],
+        option: str,
+        paths: Sequence[Path | None],
+        make: Callable[[], T],
+        *also: object,
+    ) -> T:
+        """Return what `make` makes of some files, or has made: `key` names it, `also` is what else counts.
+
+        Raises ConfigError or OSError if the files are broken, and nothing good has been made yet.
+        """
+        known = self._made.get(key)
+        seen = [*also, *(None if path is None else _content(path) for path in paths)]
+        try:
+            if known is None or known[0] != seen:
+                self._made[key] = known = seen, make()
+        except (ConfigError, OSError) as error:
+            if known is None:
+                self.missing[option] = str(error)
+                raise
+            if str(error) not in self.broken.values():
+                log.error("%s; its last good content stays", error)
+                self.broken[option] = str(error)
+        else:
+            self.broken.pop(option, None)
+            self.missing.pop(option, None)
+        made: T = known[1]
+        return made
+
+    def forget(self, gone: Callable[[tuple[Any, ...]], bool]) -> None:
+        """Forget what was made of files that the configuration does not name any more."""
+        for key in filter(gone, [*self._made]):
+            del self._made[key]
+
+
+def _content(path: Path) -> object:
+    try:
+        content, mode = read_regular(path)
+    except OSError as error:
+        return error.errno
+    return hashlib.sha256(content).digest(), mode
 
 
 def ensure_regular(*paths: Path | str | None) -> None:

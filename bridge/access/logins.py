@@ -27,6 +27,7 @@ from bridge.access.rules import NOTHING, AccessRule, Identity, Role
 from bridge.access.users import Password, read_users, usual_iterations
 from bridge.net.addresses import network_of
 from bridge.net.fairqueue import FairQueue
+from bridge.readable import Kept
 
 ASSIGNED = re.compile("auto-[0-9a-f]{20}")  # a client id that the server gives to a client without one
 
@@ -93,9 +94,17 @@ class Loaded(NamedTuple):
     authorities: AbstractSet[bytes]
 
 
-def read(config: AccessSettings, authorities: AbstractSet[bytes] = frozenset()) -> Loaded:
+def read(
+    config: AccessSettings,
+    authorities: AbstractSet[bytes] = frozenset(),
+    kept: Kept | None = None,
+    option: str = "mqtt",
+) -> Loaded:
     """Read users and rules; `authorities` is as in `proofs`. Raises ConfigError."""
-    users = read_users(config.users_file) if config.users_file is not None else {}
+    users, path = {}, config.users_file
+    if path is not None:
+        kept = kept or Kept()
+        users = kept.read(("users", path), f"{option}.users_file", (path,), lambda: read_users(path))
     accounts = Accounts(config.user, config.role)
     rules: dict[str, list[AccessRule]] = {}
     for rule in (*config.acl, *accounts.rules):
@@ -138,11 +147,12 @@ class Access:
         self._hasher: ThreadPoolExecutor = (
             ThreadPoolExecutor(1, "mqtt-password") if beside is None else beside._hasher
         )
-        self.apply(config if isinstance(config, Loaded) else read(config))
+        self.kept: Kept = Kept() if beside is None else beside.kept
+        self.apply(config if isinstance(config, Loaded) else read(config, kept=self.kept))
 
     def load(self, config: AccessSettings, authorities: AbstractSet[bytes] = frozenset()) -> None:
         """Apply users, rules and `proofs.authorities`. After a ConfigError, nothing has changed."""
-        self.apply(read(config, authorities))
+        self.apply(read(config, authorities, self.kept))
 
     def apply(self, loaded: Loaded) -> None:
         """Apply the result of `read`."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -32,10 +32,9 @@ SIZE = 16  # bytes of a digest
 NOTHING = b"m"  # for a client that its listener would no longer admit; it is never valid
 
 
-def authorities(context: ssl.SSLContext | None) -> frozenset[bytes]:
-    """The digests of the certificates that verify client certificates."""
-    found = [] if context is None else context.get_ca_certs(binary_form=True)
-    return frozenset(map(_digest, found))
+def authorities(certificates: Iterable[bytes]) -> frozenset[bytes]:
+    """The digests of the certificates, in DER, that verify client certificates."""
+    return frozenset(map(_digest, certificates))
 
 
 def of_password(password: Password) -> bytes:
@@ -49,7 +48,7 @@ def of_certificate(tls: ssl.SSLObject, entry: str = "") -> bytes:
     `entry` is the entry of the user's account. A resumed session has no certificate chain, so its proof needs
     all authorities.
     """
-    known = authorities(tls.context)
+    known = authorities(tls.context.get_ca_certs(binary_form=True))
     needed = {_digest(certificate) for certificate in verified_chain(tls)} & known
     kind = b"m" + _digest(entry.encode()) if entry else b"c"
     return kind + b"".join(sorted(needed or known))

@@ -51,16 +51,21 @@ class Revocations:
             return "it resumed a TLS session, and the chain of its certificate is not known any more"
         if any(map(self.crls.revoked, chain)):
             return "its certificate, or one of its CAs, is withdrawn; see mqtt.tls.crl_file"
+        if not self.crls.knows(chain[0][0]):
+            return "its CA has no list; see mqtt.tls.crl_file"
         if any(self.crls.expired(issuer, now) for issuer, _ in chain):
             return "the list of its CA has expired; see mqtt.tls.crl_file"
         return ""
 
     def revoke(self, tls: ssl.SSLObject) -> bool:
-        """Return whether the certificate of a connected client, or one that verified it, is withdrawn."""
+        """Return whether the certificate of a connected client, or one that verified it, is withdrawn.
+
+        So is one whose CA has no list any more. A list that has expired withdraws nothing.
+        """
         if not self.crls.lists:
             return False
-        chain = self._chain(tls)
-        return any(map(self.crls.revoked, [certified(_own(tls))] if chain is None else chain))
+        chain = self._chain(tls) or [certified(_own(tls))]
+        return not self.crls.knows(chain[0][0]) or any(map(self.crls.revoked, chain))
 
     def _chain(self, tls: ssl.SSLObject) -> list[Certified] | None:
         """Return the chain, beginning with the client's own certificate; None if it is not known."""

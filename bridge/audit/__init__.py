@@ -32,8 +32,8 @@ What it promises:
 * Lines that cannot be written (a full disk) are kept and written later, up to `writer.MOST_KEPT`; `lost`
   counts the others. Each destination is for itself: what keeps lines out of one does not keep them out of
   another.
-* What a kill costs is seen: the numbers of lines that were made and not written are missing, and `lost` counts
-  the events that were in no line yet. Readers find whole lines only.
+* What a kill costs is seen: the numbers of lines that were made and not written are missing, and `lost`
+  counts the events that were in no line yet. Readers find whole lines only.
 * Nobody can push other lines out of the files by repeating something: see `repeats`.
 """
 

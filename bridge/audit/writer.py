@@ -1,11 +1,11 @@
 """The threads that write events to the audit log as lines. `bridge.audit` says what it promises.
 
-One thread makes lines of events and numbers them. Each destination has a thread and a queue of its own, so that
-a full or hanging disk keeps no line from journald.
+One thread makes lines of events and numbers them. Each destination has a thread and a queue of its own, so
+that a full or hanging disk keeps no line from journald.
 
 `Tally` counts in a file that is mapped into memory, which costs no system call and survives a kill: the lines
-that were made, and the events that are in no line yet. So the next start goes on with the numbers, and says what
-was lost.
+that were made, and the events that are in no line yet. So the next start goes on with the numbers, and says
+what was lost.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Lane:
         self._thread.start()
 
     def put(self, lines: list[dict[str, Any]]) -> None:
-        """Have lines written. Those for which there is no room are lost here; a line of its own counts them."""
+        """Have lines written. Those without room are lost here; a line of its own counts them."""
         with self._changed:
             for line in lines:
                 self._tell_lost()

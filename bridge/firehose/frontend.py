@@ -31,7 +31,7 @@ from bridge.firehose.signature import SignatureError
 from bridge.net.addresses import host_and_port, is_loopback
 from bridge.net.httpserver import HttpError, HttpLimits, HttpRequest, HttpResponse, HttpServer
 from bridge.net.limits import ConnectionLimits
-from bridge.net.tls import server_context
+from bridge.net.tls import kept_context
 from bridge.operations.catalog import Call
 from bridge.operations.deliveries import DELIVERIES, MAX_BYTES, Put, PutBatch
 
@@ -106,6 +106,11 @@ class FirehoseFrontEnd:
             with contextlib.suppress(ValueError):
                 self._operations.manager.on_pressure.remove(self._pressure)
 
+    def read(self) -> None:
+        """Read keys and certificate, for `reload`; any thread may do it. Raises ConfigError."""
+        self._read_keys()
+        self._context()
+
     def reload(self) -> None:
         """Take the rights of all callers anew, and read keys and certificate again.
 
@@ -129,14 +134,15 @@ class FirehoseFrontEnd:
         path = self._config.access_keys_file
         if not self._config.listen or path is None:
             return {}
-        return read_access_keys("firehose.access_keys_file", path)
+        option, kept = "firehose.access_keys_file", self._access.kept
+        return kept.read(("keys",), option, (path,), lambda: read_access_keys(option, path))
 
     def _context(self) -> ssl.SSLContext | None:
         tls = self._config.tls
         return (
             None
             if tls is None or not self._config.listen
-            else server_context("firehose.tls", tls.cert, tls.key)
+            else kept_context(self._access.kept, "firehose.tls", tls.cert, tls.key)
         )
 
     def _pressure(self, high: bool) -> None:

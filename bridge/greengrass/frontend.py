@@ -93,6 +93,10 @@ class GreengrassFrontEnd:
     async def start(self) -> list[str]:
         """Listen; returns the urls, port 0 resolved. Raises ConfigError."""
         self.manager.on_pressure.append(self._pressure)
+        try:
+            self.read()
+        except ConfigError as error:
+            log.error("%s; no token in it is right", error)
         if self._config.listen:
             self._users()  # from here on, one that is taken out is known as such
             for name, user in self._config.users.items():
@@ -165,11 +169,8 @@ class GreengrassFrontEnd:
             except OSError as error:
                 why = unreadable(config.token_file) or error
                 log.error("greengrass.token_file cannot be read: %s: %s", config.token_file, why)
-        if config.tokens_file is not None:
-            try:
-                users |= read_tokens("greengrass.tokens_file", config.tokens_file)
-            except ConfigError as error:
-                log.error("%s", error)
+        with contextlib.suppress(ConfigError):  # which is reported
+            users |= self.read()
         for token in users:
             remember(self._known, token, None)
         return users
@@ -182,10 +183,12 @@ class GreengrassFrontEnd:
         found.origin = Origin("greengrass", host)
         return found
 
-    def check(self) -> None:
-        """Raise ConfigError if the tokens cannot be read: then nothing is to be reloaded."""
-        if self._config.tokens_file is not None:
-            read_tokens("greengrass.tokens_file", self._config.tokens_file)
+    def read(self) -> dict[bytes, str]:
+        """The users of the tokens in `tokens_file`. Raises ConfigError if it never was in order."""
+        path, option = self._config.tokens_file, "greengrass.tokens_file"
+        if path is None or not self._config.listen:
+            return {}
+        return self._access.kept.read(("tokens",), option, (path,), lambda: read_tokens(option, path))
 
     def reload(self) -> None:
         """The rules or the tokens have changed."""

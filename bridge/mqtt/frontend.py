@@ -11,6 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from bridge.access.logins import read
 from bridge.errors import ConfigError
 from bridge.mqtt.broker.journal import Journal
 from bridge.mqtt.broker.journalfile import DIRECTORY
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from bridge.access.logins import Access
     from bridge.auth.supervisor import Auth
+    from bridge.mqtt.server.listeners import Plan
     from bridge.mqtt.settings import MqttConfig, UpstreamSettings
     from bridge.net.connected import Connected
     from bridge.operations.catalog import Operations
@@ -109,7 +111,16 @@ class MqttFrontEnd:
         journal = self._server.broker.journal if self._server is not None else self._journal
         return journal is not None and journal.failed
 
-    def reload(self, config: MqttConfig, upstreams: Sequence[UpstreamSettings] = ()) -> None:
+    def plan(self, config: MqttConfig) -> Plan | None:
+        """Read what a reload applies; any thread may do it. Raises ConfigError."""
+        if self._server is None:
+            read(config, kept=self._access.kept)
+            return None
+        return self._server.plan(config)
+
+    def reload(
+        self, config: MqttConfig, upstreams: Sequence[UpstreamSettings] = (), plan: Plan | None = None
+    ) -> None:
         """Apply users, rules, certificates and upstreams, all or nothing. Raises ConfigError."""
         if self._server is None:
             _refuse(upstreams)
@@ -121,7 +132,7 @@ class MqttFrontEnd:
             if one.name not in self._upstreams or self._upstreams[one.name].settings != one
         ]
         fresh = {one.name: self._make(one) for one in changed}
-        self._server.reload(config)
+        self._server.reload(config, plan)
         kept = {one.name for one in upstreams} - fresh.keys()
         old = [upstream for name, upstream in self._upstreams.items() if name not in kept]
         self._upstreams = {one.name: fresh.get(one.name) or self._upstreams[one.name] for one in upstreams}

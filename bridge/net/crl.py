@@ -2,8 +2,8 @@
 
 When a client presents its certificate, OpenSSL checks issuer, signature and times of the list. This module
 does what OpenSSL does not: it tells which certificates of chains and of existing connections are revoked, and
-when a list or the certificate of a connected client expires. It parses DER (X.690) itself, which costs less
-than a library.
+when a list or the certificate of a connected client expires. It parses DER (X.690) itself, in small steps, so
+that a thread that reads a list of a million certificates never holds the GIL for long. A library does.
 
     CertificateList = SEQUENCE { tbsCertList, signatureAlgorithm, signatureValue }
     tbsCertList     = SEQUENCE { [version INTEGER], signature SEQUENCE, issuer Name, thisUpdate Time,
@@ -13,7 +13,8 @@ than a library.
 
 from __future__ import annotations
 
-import ssl
+import base64
+import hashlib
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,20 +23,50 @@ from typing import NamedTuple
 from bridge.errors import ConfigError
 from bridge.readable import read_regular, unreadable
 
-_BEGIN, _END = "-----BEGIN X509 CRL-----", "-----END X509 CRL-----"
+_BEGIN, _END = b"-----BEGIN X509 CRL-----", b"-----END X509 CRL-----"
 _INTEGER, _UTC_TIME, _TIME, _SEQUENCE, _VERSION = 0x02, 0x17, 0x18, 0x30, 0xA0
+_DELTA = bytes.fromhex("0603551d1b")  # the extension deltaCRLIndicator (5.2.4)
+_STEP = 64 * 1024  # characters that are decoded at a time
+_SERIAL = 21  # bytes of the longest serial number (4.1.2.2), with its sign
 
 _Field = tuple[int, int, int]  # tag, begin and end of the content
 Certified = tuple[bytes, bytes]  # the name of an issuer in DER, and a serial number
 
 
+class Serials:
+    """A set of serial numbers in 21 bytes each; a set of objects takes four times as many."""
+
+    def __init__(self) -> None:
+        self.parts = [bytearray() for _ in range(256)]  # by the last byte
+
+    def add(self, serial: bytes) -> None:
+        """Add a serial number, as in DER. Raises IndexError if it is empty."""
+        self.parts[serial[-1]] += serial.rjust(_SERIAL, b"\0") if len(serial) <= _SERIAL else _short(serial)
+
+    def __contains__(self, serial: bytes) -> bool:
+        wanted = serial.rjust(_SERIAL, b"\0") if len(serial) <= _SERIAL else _short(serial)
+        part = self.parts[serial[-1]] if serial else b""
+        at = part.find(wanted)
+        while at >= 0 and at % _SERIAL:
+            at = part.find(wanted, at + 1)
+        return at >= 0
+
+
+def _short(serial: bytes) -> bytes:
+    return hashlib.sha256(serial).digest()[:_SERIAL]
+
+
 class Crl(NamedTuple):
-    """One list. `expires` is None if the CA does not say when the next list is due."""
+    """One list. `expires` is None if the CA does not say when the next list is due.
+
+    A delta list adds to the complete one of its CA.
+    """
 
     issuer: bytes
     issued: datetime
     expires: datetime | None
-    serials: frozenset[bytes]
+    serials: Serials
+    delta: bool = False
 
 
 class Crls(NamedTuple):
@@ -61,33 +92,58 @@ class Crls(NamedTuple):
         issuer, serial = certificate
         return any(one.issuer == issuer and serial in one.serials for one in self.lists)
 
+    def knows(self, issuer: bytes) -> bool:
+        """Return whether a CA has a list here."""
+        return any(one.issuer == issuer for one in self.lists)
+
     def expired(self, issuer: bytes, now: datetime) -> bool:
         """Return whether a CA has lists here, and all of them have expired."""
-        own = [one for one in self.lists if one.issuer == issuer]
+        own = [one for one in self.lists if one.issuer == issuer and not one.delta]
         return bool(own) and all(one.expires is not None and one.expires <= now for one in own)
 
 
 def read_crls(option: str, path: Path) -> Crls:
     """Read the lists in a PEM file. Raises ConfigError, which names the option."""
     try:
-        text = read_regular(path)[0].decode("ascii", errors="replace")
+        text = read_regular(path)[0]
     except OSError as error:
         raise ConfigError(f"{option} {path}: {unreadable(path) or error}") from error
-    lists = []
-    for piece in text.split(_BEGIN)[1:]:
-        body, end, _ = piece.partition(_END)
+    lists: list[Crl] = []
+    begin = text.find(_BEGIN)
+    while begin >= 0:
+        end = text.find(_END, begin)
         try:
-            if not end:
+            if end < 0:
                 raise ValueError
-            der = ssl.PEM_cert_to_DER_cert(f"{ssl.PEM_HEADER}{body}{ssl.PEM_FOOTER}")
-            lists.append(_crl(der))
+            lists.append(_crl(_decoded(text, begin + len(_BEGIN), end)))
         except (ValueError, IndexError):
             raise ConfigError(f"{option} {path}: list number {len(lists) + 1} in it cannot be read") from None
+        begin = text.find(_BEGIN, end)
     if not lists:
         raise ConfigError(
-            f"{option} {path}: no list in PEM in it ({_BEGIN}); convert it: openssl crl -inform der -in LIST"
+            f"{option} {path}: no list in PEM in it ({_BEGIN.decode()}); convert it: openssl crl -inform der "
+            "-in LIST"
         )
+    complete = {one.issuer for one in lists if not one.delta}
+    for number, one in enumerate(lists, 1):
+        if one.issuer not in complete:
+            raise ConfigError(
+                f"{option} {path}: list number {number} in it is a delta list, which has only what is "
+                "new; add the complete list of its CA"
+            )
     return Crls(tuple(lists))
+
+
+def _decoded(text: bytes, at: int, end: int) -> bytes:
+    """Decode base64 in small steps. Raises ValueError."""
+    der, rest = bytearray(), b""
+    while at < end:
+        piece = rest + text[at : min(at + _STEP, end)].translate(None, b" \t\r\n")
+        at += _STEP
+        whole = len(piece) if at >= end else len(piece) & ~3
+        der += base64.b64decode(piece[:whole], validate=True)
+        rest = piece[whole:]
+    return bytes(der)
 
 
 def certified(certificate: bytes) -> Certified:
@@ -126,14 +182,38 @@ def _crl(der: bytes) -> Crl:
     _, begin, end = _next(fields)
     issuer = der[begin:end]
     issued = _time(der, *_next(fields))
-    expires, serials = None, frozenset[bytes]()
+    expires, serials, delta = None, Serials(), False
     for tag, begin, end in fields:
         if tag in (_UTC_TIME, _TIME):
             expires = _time(der, tag, begin, end)
         elif tag == _SEQUENCE:
-            entries = _fields(der, tag, begin, end)
-            serials = frozenset(_first(der, *entry) for entry in entries)
-    return Crl(issuer, issued, expires, serials)
+            _add(serials, der, begin, end)
+        elif tag == _VERSION:  # that of the extensions is the same
+            delta = der.find(_DELTA, begin, end) >= 0
+    return Crl(issuer, issued, expires, serials, delta)
+
+
+def _add(serials: Serials, der: bytes, at: int, end: int) -> None:
+    """Add the serial numbers of the entries; raises ValueError or IndexError.
+
+    There may be a million, so that those in the usual form, of less than 128 bytes, have a shorter way.
+    """
+    parts = serials.parts
+    while at < end:
+        size, length = der[at + 1], der[at + 3]
+        begin, after = at + 4, at + 2 + size
+        if (
+            size < 128
+            and 0 < length <= min(size - 2, _SERIAL)
+            and after <= end
+            and der[at] == _SEQUENCE
+            and der[at + 2] == _INTEGER
+        ):
+            parts[der[begin + length - 1]] += der[begin : begin + length].rjust(_SERIAL, b"\0")
+        else:
+            tag, begin, after = _next(_fields(der, _SEQUENCE, at, end))
+            serials.add(_first(der, tag, begin, after))
+        at = after
 
 
 def _next(fields: Iterator[_Field]) -> _Field:

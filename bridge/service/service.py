@@ -10,7 +10,9 @@ stored in either case.
 
 Reload (SIGHUP): read the configuration again. A mistake is logged and changes nothing. Each reload logs the
 settings that differ from the start and need a restart. Files of users, keys and certificates that change are
-read again without a signal (`watch`).
+read again without a signal (`watch`). Each of them is for itself: of a broken one, the last good content
+holds, and the others apply (`readable.Kept`). Reading and parsing have a thread; the loop applies what they
+give.
 """
 
 from __future__ import annotations
@@ -157,6 +159,7 @@ class Service:
         self._healing: set[str] = set()
         self._refused: dict[str, int] = {}
         self._ready = self._reload_asked = False
+        self._reloading = asyncio.Lock()
         self._signalled = False
         self._failed = False  # by an internal error
         self._mistakes: list[str] = []  # of the current reload, for the audit log
@@ -225,7 +228,7 @@ class Service:
             )
             await auth.start()
             stack.push_async_callback(auth.stop)
-            access = Access(config.mqtt)
+            self._access = access = Access(config.mqtt)
             stack.callback(access.close)
             self._front_end = front_end = MqttFrontEnd(
                 config.mqtt, operations, access, upstreams=config.upstream, gateway=gateway.id, auth=auth
@@ -271,7 +274,7 @@ class Service:
             log.info("ready", extra={"listen": ",".join(addresses), **broker, "streams": len(store.streams)})
             self._ready = True
             if self._reload_asked:
-                self._reload()
+                self._spawn(self._reload())
             await self._stop.wait()
             observer.phase = "stopping"
             notify("STOPPING=1\nSTATUS=committing received messages")
@@ -308,7 +311,7 @@ class Service:
 
     def _on_reload_signal(self) -> None:
         if self._ready:
-            self._reload()
+            self._spawn(self._reload())
         else:
             self._reload_asked = True  # and done once everything runs
 
@@ -374,24 +377,31 @@ class Service:
                     self._manager.bindings.refuse(definition, why)
         return failed
 
-    def _reload(self) -> None:
+    async def _reload(self) -> None:
         path = self._config.path
         if path is None:
             return
-        self._watch.read()
-        notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
-        try:
-            config = configuration.load(Path(path), lambda: self._manager.registry.exporters)
-            self._apply(config)
-        except (ConfigError, OSError) as error:
-            log.error("reload failed, the old configuration stays: %s", error, extra=logs.ANSWER)
-            audit.record("reload", "failed", why=str(error))
-        except Exception as error:
-            self._not_applied(path, error)
-        finally:
-            notify("READY=1")  # else systemd waits, and then kills the service
+        async with self._reloading:
+            notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+            try:
+                await asyncio.to_thread(self._watch.read)
+                await self._apply(await self._load())
+            except (ConfigError, OSError) as error:
+                log.error("reload failed, the old configuration stays: %s", error, extra=logs.ANSWER)
+                audit.record("reload", "failed", why=str(error))
+                if failed := await self._read_files(self._applied):  # which do not depend on it
+                    self._report_reload(failed)
+            except Exception as error:
+                self._not_applied(path, error)
+            finally:
+                notify("READY=1")  # else systemd waits, and then kills the service
 
-    def _apply(self, config: Config) -> None:
+    async def _load(self) -> Config:
+        """Read the configuration. Raises ConfigError or OSError."""
+        path = Path(str(self._config.path))
+        return await asyncio.to_thread(configuration.load, path, lambda: self._manager.registry.exporters)
+
+    async def _apply(self, config: Config) -> None:
         """Apply the settings that a reload can change, and log those that it cannot."""
         failed = configuration.needs_restart(self._config, config)
         for key in failed:
@@ -402,7 +412,7 @@ class Service:
             log.error("reload of [audit] failed, the old audit log continues: %s", error, extra=logs.ANSWER)
             self._mistakes.append(str(error))
             failed.append("audit")
-        failed += self._read_files(config)
+        failed += await self._read_files(config)
         logs.set_level(config.log.level)
         failed += [f"streams.{name}" for name in self._reconcile(config)]
         self._report_reload(failed)
@@ -422,24 +432,28 @@ class Service:
         audit.record("reload", "failed", why=f"internal error: {error!r}")
         self._mistakes.clear()
 
-    def _files_changed(self, paths: list[Path]) -> None:
-        try:
-            self._apply_changed(paths)
-        except Exception as error:
-            self._not_applied(", ".join(map(str, paths)), error)
+    async def _files_changed(self, paths: list[Path]) -> None:
+        async with self._reloading:
+            try:
+                await self._apply_changed(paths)
+            except Exception as error:
+                self._not_applied(", ".join(map(str, paths)), error)
 
-    def _apply_changed(self, paths: list[Path]) -> None:
+    async def _apply_changed(self, paths: list[Path]) -> None:
         """Apply changed files. Of the configuration, only the rules, roles and users apply now."""
         config, names = self._applied, ", ".join(map(str, paths))
         own = () if config.path is None else tuple(tomlfile.files_at(Path(config.path)))
         if any(path in own for path in paths):
+            fresh, lost = config, []
             try:
-                fresh = configuration.load(Path(str(config.path)), lambda: self._manager.registry.exporters)
+                fresh = await self._load()
+                lost = config.mqtt.rules_lost_in(fresh.mqtt)
             except (ConfigError, OSError) as error:
                 log.error("changed, but not applied: %s", error, extra=logs.ANSWER)
                 audit.record("reload", "failed", why=str(error))
-                return
-            if lost := config.mqtt.rules_lost_in(fresh.mqtt):
+                if all(path in own for path in paths):
+                    return
+            if lost:
                 log.error(
                     "changed: %s; not applied, because nothing is left of %s; reload the service to apply it",
                     names,
@@ -455,37 +469,55 @@ class Service:
                 log.info("changed: %s; reload the service to apply it", names, extra=logs.ANSWER)
                 return
         log.info("changed and read again: %s", names, extra=logs.ANSWER)
-        self._report_reload(self._read_files(config), f"changed: {names}")
+        self._report_reload(await self._read_files(config), f"changed: {names}")
 
-    def _read_files(self, config: Config) -> list[str]:
-        """Apply users, rules, keys, certificates and revocation lists. Returns the mistakes."""
+    async def _read_files(self, config: Config) -> list[str]:
+        """Apply users, rules, keys, certificates and revocation lists. Returns the mistakes.
+
+        Each part is for itself, so that no mistake keeps a revocation from holding.
+        """
         failed = []
+        if mistakes := await asyncio.to_thread(config.auth.mistakes):
+            self._not_reloaded("[auth]", "its old plugins stay", "; ".join(mistakes))
+            config = msgspec.structs.replace(config, auth=self._applied.auth)
+            failed.append("auth")
+        self._auth.reload(config.auth)
         try:
-            if mistakes := config.auth.mistakes():
-                raise ConfigError("; ".join(mistakes))
-            self._greengrass.check()
-            self._auth.reload(config.auth)
-            self._front_end.reload(config.mqtt, config.upstream)
-            self._greengrass.reload()
-            self._applied = config
+            await self._reload_mqtt(config)
         except Exception as error:
             if not isinstance(error, (ConfigError, OSError)):
                 log.critical("internal error: %r", error, exc_info=error)
-            kept = "the old listeners, users, rules, certificates, upstreams and plugins stay"
-            log.error("reload of [mqtt] failed, %s: %s", kept, error, extra=logs.ANSWER)
-            self._auth.reload(self._applied.auth)
-            self._mistakes.append(str(error))
-            failed.append("listeners, users, rules and certificates of [mqtt]")
+            kept = "its old listeners, certificates and upstreams stay"
+            self._not_reloaded("[mqtt]", kept, str(error))
+            failed.append("listeners and certificates of [mqtt]")
             if config.upstream:
                 failed.append("upstream")
+            rules = self._applied.mqtt.with_rules_of(config.mqtt)
+            with contextlib.suppress(ConfigError, OSError):  # which is reported
+                await self._reload_mqtt(msgspec.structs.replace(self._applied, mqtt=rules, auth=config.auth))
+        with contextlib.suppress(ConfigError):  # it is in `missing`
+            await asyncio.to_thread(self._greengrass.read)
+        self._greengrass.reload()
         try:
+            await asyncio.to_thread(self._firehose.read)
             self._firehose.reload()
         except ConfigError as error:
-            text = "reload of [firehose] failed, the old keys and certificate stay: %s"
-            log.error(text, error, extra=logs.ANSWER)
-            self._mistakes.append(str(error))
+            self._not_reloaded("[firehose]", "its old keys and certificate stay", str(error))
             failed.append("keys and certificate of [firehose]")
-        return failed
+        kept_files = self._access.kept
+        broken = kept_files.broken | kept_files.missing
+        self._mistakes += broken.values()
+        return [*failed, *broken]
+
+    async def _reload_mqtt(self, config: Config) -> None:
+        """Apply listeners, users, rules, certificates and upstreams. Raises ConfigError or OSError."""
+        plan = await asyncio.to_thread(self._front_end.plan, config.mqtt)
+        self._front_end.reload(config.mqtt, config.upstream, plan)
+        self._applied = config
+
+    def _not_reloaded(self, section: str, kept: str, why: str) -> None:
+        log.error("reload of %s failed, %s: %s", section, kept, why, extra=logs.ANSWER)
+        self._mistakes.append(why)
 
     def _report_reload(self, failed: list[str], why: str = "") -> None:
         if failed:

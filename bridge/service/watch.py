@@ -8,14 +8,14 @@ apply on SIGHUP.
 Every `interval`, a thread checks the modification time, size and inode of each file. It is a thread because a
 disk that hangs must not block the event loop, and an idle loop need not wake for this. A change counts once a
 second check, soon after, finds the same, so a file that is being written is left alone. It is then read as
-with SIGHUP, all or nothing. An invalid file is reported once, and is read again when it changes again.
+with SIGHUP, each file for itself. An invalid one is reported once, and is read again when it changes again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 INTERVAL = 2.0  # seconds between two checks
@@ -30,7 +30,7 @@ class Watch:
     def __init__(
         self,
         files: Callable[[], Iterable[Path]],
-        changed: Callable[[list[Path]], None],
+        changed: Callable[[list[Path]], Awaitable[None]],
         interval: float = INTERVAL,
     ) -> None:
         """`files`, called in the thread, names them at each look; `changed` gets those that have changed."""
@@ -46,7 +46,7 @@ class Watch:
         """Look until it is cancelled."""
         try:
             while True:
-                self._changed(await asyncio.to_thread(self._next))
+                await self._changed(await asyncio.to_thread(self._next))
         finally:
             self._ends.set()
 

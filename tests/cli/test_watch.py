@@ -64,11 +64,11 @@ def test_changed_users_and_lists_hold_without_a_signal_and_broken_ones_change_no
     path.write_text(ANN + BOB)
     eventually(lambda: log_in(service, "bob", b"b") == 0)
     path.write_text("nonsense\n")
-    eventually(lambda: service.logged("reload of .mqtt. failed.*users, line 1"))
+    eventually(lambda: service.logged("users, line 1: .*its last good content stays"))
     assert log_in(service, "ann", b"a") == 0
     path.write_text(BOB)
     eventually(lambda: log_in(service, "ann", b"a") == 4)
-    assert service.log.read_text().count("reload of [mqtt] failed") == 1, "reported once"
+    assert service.log.read_text().count("its last good content stays") == 1, "reported once"
 
     device = authority.issue("device")
     found = service.logged(r"mqtts://127.0.0.1:(\d+)")
@@ -85,6 +85,33 @@ def test_changed_users_and_lists_hold_without_a_signal_and_broken_ones_change_no
         fresh.write_text(authority.revoke(device, name="more").read_text())
         fresh.replace(tmp_path / "lists.pem")
         assert secured.recv(4) == b"", "its connection ends"
+
+
+@pytest.mark.parametrize("how", ["watched", "signal"])
+@pytest.mark.parametrize("broken", ["configuration", "tokens", "certificate", "upstream", "plugin"])
+def test_a_user_is_out_whatever_is_wrong_with_the_other_files(
+    service: Service, tmp_path: Path, authority: Authority, broken: str, how: str
+) -> None:
+    config, users = tmp_path / "bridge.toml", tmp_path / "users"
+    users.write_text(ANN + BOB)
+    eventually(lambda: log_in(service, "bob", b"b") == 0)
+    match broken:
+        case "configuration":
+            config.write_text(config.read_text() + "[[[")
+        case "upstream":
+            text = '[[upstream]]\nname = "up"\nurl = "mqtt://127.0.0.1:1"\npassword_file = "none"\n'
+            config.write_text(config.read_text() + text)
+        case "plugin":
+            config.write_text(config.read_text() + '[auth.plugins.jwt]\njwks_file = "none"\n')
+        case "tokens":
+            config.write_text(config.read_text().replace("[greengrass]", '[greengrass]\ntokens_file = "t"'))
+        case "certificate":
+            (tmp_path / "ca" / "server.pem").write_text("broken")
+    users.write_text(ANN)
+    if how == "signal":
+        service.process.send_signal(signal.SIGHUP)
+    eventually(lambda: log_in(service, "bob", b"b") == 4)
+    assert log_in(service, "ann", b"a") == 0
 
 
 def publishes(service: Service, topic: str) -> bool:

@@ -147,13 +147,12 @@ def test_a_users_file_that_is_missing_or_open_to_all_is_refused(tmp_path: Path) 
     assert list(read_users(path)) == ["bob"]
 
 
-def test_a_reload_is_all_or_nothing(tmp_path: Path) -> None:
+def test_of_a_broken_users_file_the_last_good_content_holds(tmp_path: Path) -> None:
     path = users(tmp_path, BOB)
 
     async def test(bridge: Bridge) -> None:
         path.write_text("")
-        with pytest.raises(ConfigError):
-            bridge.front.reload(bridge.config)
+        bridge.front.reload(bridge.config)
         bob = await bridge.connect("a", user="bob", password=b"builder")
         anonymous = await bridge.connect("anonymous")
         path.write_text("ann:" + hash_password(b"a"))
@@ -294,8 +293,7 @@ def test_tls_listeners_serve_and_take_a_new_certificate_on_reload(tmp_path: Path
         assert serial(client) != serial(renewed)
         assert await client.alive()
         pair.cert.write_text("rubbish")
-        with pytest.raises(ConfigError, match=r"mqtt\.tls"):
-            bridge.front.reload(bridge.config)
+        bridge.front.reload(bridge.config)
         assert serial(await open_tls(bridge, authority)) == serial(renewed)
         for open_client in (client, renewed):
             open_client.disconnect()

@@ -61,7 +61,7 @@ from bridge.mqtt.wire.packets import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from bridge.access.logins import Access
@@ -156,7 +156,8 @@ class Broker:
         self.journal.referred = lambda: referred(self)
         self.journal.open()
         self.store.on_bindings_changed += [self.router.forget_routes, self.journal.renew]
-        self.revoke()  # the users file may have changed since the stop
+        for _ in self.revoking():  # the users file may have changed since the stop
+            pass
         for session in self.sessions.all():
             self.wills.wait(session)
             self.sessions.leave(session)
@@ -168,13 +169,15 @@ class Broker:
         for changed in (self.router.forget_routes, self.journal.renew):
             self.store.on_bindings_changed.remove(changed)
 
-    def revoke(self) -> None:
+    def revoking(self) -> Iterator[None]:
         """Close the connections of clients that could no longer log in, and drop their wills.
 
         Wills that wait for their delay are dropped too. The session stays for a client that comes back with
-        a new password or certificate. A session whose user is gone ends, because nobody could open it.
+        a new password or certificate. A session whose user is gone ends, because nobody could open it. Yields
+        after each session, so that others are served in between.
         """
         for session in self.sessions.all():
+            yield
             if self.accesses.still_admits(session.identity, session.proof):
                 continue
             gone = self.accesses.is_gone(session.identity, session.proof)
@@ -197,6 +200,7 @@ class Broker:
         self.router.forget_routes()
         for session in self.sessions.all():
             self._drop_unreadable(session)
+            yield
 
     def _drop_unreadable(self, session: Session) -> None:
         """Drop what a client would get, and may read no longer, or give it to another member."""

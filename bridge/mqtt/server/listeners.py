@@ -31,13 +31,16 @@ from bridge.mqtt.settings import parse_address
 from bridge.net.crl import Crls, read_crls
 from bridge.net.listening import Listening, listen, listen_now
 from bridge.net.tlslayer import TlsLayer
+from bridge.readable import ensure_regular, unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from datetime import datetime
+    from pathlib import Path
 
     from bridge.mqtt.server.connections import Connections
     from bridge.mqtt.settings import ListenerSettings, MqttConfig
+    from bridge.readable import Kept
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +85,7 @@ class Listeners:
 
     def load(self) -> None:
         """Apply users, rules and certificates, before anything is open. Raises ConfigError."""
-        self._set(_plan(self._config))
+        self._set(self.plan(self._config))
 
     async def open(self) -> list[str]:
         """Open all addresses. Returns the URLs with the actual ports. Raises ConfigError."""
@@ -97,9 +100,13 @@ class Listeners:
         for one in self._open.values():
             one.close()
 
-    def reload(self, config: MqttConfig) -> None:
-        """Apply a new configuration. Raises ConfigError, and then nothing has changed."""
-        plan = _plan(config)
+    def plan(self, config: MqttConfig) -> Plan:
+        """Read the files of all listeners; any thread may do it. Raises ConfigError."""
+        return _plan(config, self._first.kept)
+
+    def reload(self, config: MqttConfig, plan: Plan | None = None) -> None:
+        """Apply a new configuration and its plan. Raises ConfigError, and then nothing has changed."""
+        plan = plan or self.plan(config)
         fresh: dict[Key, Listening] = {}
         left = [key for key in self._open if key not in plan.addresses]
         try:
@@ -203,24 +210,43 @@ class Listeners:
         return conn, protocol
 
 
-def _plan(config: MqttConfig) -> Plan:
+def _plan(config: MqttConfig, kept: Kept) -> Plan:
     """Read the files of all listeners. Raises ConfigError."""
     plan = Plan({}, _addresses(config))
     for settings in config.listeners():
-        tls = settings.tls
-        context = None if tls is None else tls_context(f"{settings.option}.tls", tls)
-        crls = Crls()
+        tls, option, crls = settings.tls, f"{settings.option}.tls", Crls()
+        known: frozenset[bytes] = frozenset()
+        if tls is not None and tls.client_ca is not None:
+            load = partial(_authorities, f"{option}.client_ca", tls.client_ca)
+            known = kept.read(("ca", tls.client_ca), f"{option}.client_ca", (tls.client_ca,), load)
         if tls is not None and tls.crl_file is not None:
-            option = f"{settings.option}.tls.crl_file"
-            crls = read_crls(option, tls.crl_file)
-            known = [] if context is None else context.get_ca_certs(binary_form=True)
-            if known and len(crls.without_list(known)) == len(known):
-                raise ConfigError(
-                    f"{option} {tls.crl_file}: no list in it is from a CA in {tls.client_ca}; get the lists "
-                    "of those CAs"
-                )
-        plan.listeners[settings.name] = (settings, read(settings, authorities(context)), context, crls)
+            lists = partial(_lists, f"{option}.crl_file", tls.crl_file, known, tls.client_ca)
+            crls = kept.read(("crl", tls.crl_file), f"{option}.crl_file", (tls.crl_file,), lists, known)
+        context = None if tls is None else tls_context(option, tls, kept)
+        loaded = read(settings, authorities(known), kept, settings.option)
+        plan.listeners[settings.name] = (settings, loaded, context, crls)
+    lists_of = {None, *(one.tls.crl_file for one in config.listeners() if one.tls is not None)}
+    kept.forget(lambda key: key[0] in ("crl", "context") and key[-1] not in lists_of)  # they may be large
     return plan
+
+
+def _authorities(option: str, path: Path) -> frozenset[bytes]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        ensure_regular(path)
+        context.load_verify_locations(path)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"{option}: {path}: {unreadable(path) or error}") from error
+    return frozenset(context.get_ca_certs(binary_form=True))
+
+
+def _lists(option: str, path: Path, known: frozenset[bytes], client_ca: Path | None) -> Crls:
+    crls = read_crls(option, path)
+    if known and len(crls.without_list(known)) == len(known):
+        raise ConfigError(
+            f"{option} {path}: no list in it is from a CA in {client_ca}; get the lists of those CAs"
+        )
+    return crls
 
 
 def _addresses(config: MqttConfig) -> dict[Key, ListenerSettings]:

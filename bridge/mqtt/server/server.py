@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,17 +24,20 @@ from bridge.mqtt.server.systopics import SysTopics
 from bridge.mqtt.wire.packets import SERVER_SHUTTING_DOWN
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from datetime import datetime
 
     from bridge.access.logins import Access
     from bridge.mqtt.broker.inbox import Inbox
     from bridge.mqtt.server.connections import Member
+    from bridge.mqtt.server.listeners import Plan
     from bridge.mqtt.settings import MqttConfig
     from bridge.operations.catalog import Operations
     from bridge.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
+SLICE = 200  # sessions and connections that a reload looks up at a time
 STOP_TIMEOUT = 10.0  # seconds for the last commits
 CLOSE_TIMEOUT = 1.0  # seconds for the last bytes
 
@@ -69,6 +73,7 @@ class Server:
             config, self.broker, runtime, self._auth, under_pressure=manager.under_pressure
         )
         self._budgets = config.budget
+        self._applying: Iterator[None] = iter(())  # what a reload has to look up
         self.listeners = Listeners(config, access, self.connections)
         self._systopics = SysTopics(self.connections, runtime, config.sys_interval / 1000)
 
@@ -108,25 +113,43 @@ class Server:
         await self.connections.empty(CLOSE_TIMEOUT)
         self.connections.handshakes.close()
 
-    def reload(self, config: MqttConfig) -> None:
+    def plan(self, config: MqttConfig) -> Plan:
+        """Read what a reload applies; any thread may do it. Raises ConfigError."""
+        return self.listeners.plan(msgspec.structs.replace(config, limits=self.config.limits))
+
+    def reload(self, config: MqttConfig, plan: Plan | None = None) -> None:
         """Apply listeners, users, rules and certificates. Raises ConfigError, and then nothing has changed.
 
         New certificates have new keys for session tickets, so no client can resume a session that an earlier
-        client CA allowed.
+        client CA allowed. New logins follow the new rules at once; what clients lose that are connected, or
+        have a session, is looked up in slices.
         """
-        self.listeners.reload(msgspec.structs.replace(config, limits=self.config.limits))
+        self.listeners.reload(msgspec.structs.replace(config, limits=self.config.limits), plan)
         self.broker.publisher.refused_stream = config.refused_stream
         if config.budget != self._budgets:
             self._budgets = config.budget
             self.connections.set_budgets(config.budget)
+        self.connections.ask_for_bases()
+        self._applying = self._apply()
+        self._go_on(self._applying)
+
+    def _go_on(self, applying: Iterator[None]) -> None:
+        if applying is not self._applying or self.connections.stopping:
+            return  # a later reload does it
+        if sum(1 for _ in islice(applying, SLICE)) == SLICE:
+            self.broker.runtime.soon(self._go_on, applying)
+
+    def _apply(self) -> Iterator[None]:
+        """Look up what each client may do now; yields after each."""
         for session in self.broker.sessions.all():
             local = session.line is not None and session.line.local
             session.identity = self.broker.accesses.again(session.identity, local=local)
+            yield
         for conn in list(self.connections.open):
             self._check(conn)
             conn.ask_again()
-        self.connections.ask_for_bases()
-        self.broker.revoke()
+            yield
+        yield from self.broker.revoking()
 
     def _check(self, conn: Member) -> None:
         """Remove the proof of a client whose listener would not admit it again as the same user."""

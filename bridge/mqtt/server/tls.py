@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from bridge.audit import Origin, record
 from bridge.net.addresses import network_of
-from bridge.net.tls import server_context
+from bridge.net.tls import kept_context
 
 if TYPE_CHECKING:
     from bridge.mqtt.server.connection import Connection
     from bridge.mqtt.settings import TlsSettings
+    from bridge.readable import Kept
 
 HANDSHAKE_BYTES = 28 * 1024  # memory of one TLS handshake, counted in `guest_bytes`
 
@@ -68,6 +69,6 @@ def _reason(error: ssl.SSLError) -> str:
     return f"{reason}; does it speak TLS 1.2 or newer?"
 
 
-def tls_context(option: str, tls: TlsSettings) -> ssl.SSLContext:
+def tls_context(option: str, tls: TlsSettings, kept: Kept) -> ssl.SSLContext:
     """Return a server context from certificate files. Raises ConfigError, which names the option."""
-    return server_context(option, tls.cert, tls.key, tls.client_ca, tls.crl_file)
+    return kept_context(kept, option, tls.cert, tls.key, tls.client_ca, tls.crl_file)
