@@ -37,8 +37,8 @@ def is_directory(path: Path | str) -> bool:
     return os.path.isdir(path)  # noqa: PTH112
 
 
-def read_regular(path: Path) -> tuple[bytes, int]:
-    """Return the content and the mode of a regular file of at most `MOST` bytes. Raises OSError."""
+def read_regular(path: Path, most: int = MOST) -> tuple[bytes, int]:
+    """Return the content and the mode of a regular file of at most `most` bytes. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         found, pieces, size = os.fstat(fd), list[bytes](), 0
@@ -46,13 +46,13 @@ def read_regular(path: Path) -> tuple[bytes, int]:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-        while size <= MOST and (piece := os.read(fd, PIECE)):
+        while size <= most and (piece := os.read(fd, PIECE)):
             pieces.append(piece)
             size += len(piece)
     finally:
         os.close(fd)
-    if size > MOST:
-        raise OSError(errno.EFBIG, f"it is larger than {MOST >> 20} MiB", str(path))
+    if size > most:
+        raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MiB", str(path))
     return b"".join(pieces), found.st_mode
 
 

@@ -305,8 +305,9 @@ def _access(reader: Reader, mqtt: MqttConfig, *, plugin: bool) -> None:
 
 def _distinct(reader: Reader, keys: Keys, names: Sequence[str]) -> None:
     """Report tables of a list with the name of an earlier one."""
+    first: dict[str, int] = {}
     for number, name in enumerate(names):
-        if (other := names.index(name)) < number:
+        if (other := first.setdefault(name, number)) < number:
             where = f"{dotted((*keys, other))}, {reader.document.position((*keys, other, 'name'))}"
             reader.problem((*keys, number, "name"), f"another has this name ({where}); choose another")
 
@@ -354,7 +355,8 @@ def _upstreams(reader: Reader, section: object) -> list[UpstreamSettings]:
     found = [reader.struct(UpstreamSettings, table, ("upstream", n)) for n, table in enumerate(section)]
     names = [f"({n})" if one is None else one.name for n, one in enumerate(found)]
     _distinct(reader, ("upstream",), names)
-    return [one for n, one in enumerate(found) if one is not None and names.index(one.name) == n]
+    last_to_first = reversed([one for one in found if one is not None])
+    return list(reversed({one.name: one for one in last_to_first}.values()))
 
 
 def _streams(reader: Reader, section: object, exporters: Exporters) -> dict[str, MessageStreamDefinition]:

@@ -9,6 +9,7 @@ them. Keys inside an inline table or an array have the line of the key that cont
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import tomllib
@@ -21,12 +22,14 @@ from bridge.plugin import discovery
 from bridge.readable import foreign, read_regular, unreadable
 
 FRAGMENTS = "conf.d"
+LARGEST = 2 * 1024 * 1024  # bytes of all files together; a stream takes some hundred
 DEEPEST = 100  # levels of tables and lists; far more than any setting has, and far less than Python's stack
 Keys = tuple[str | int, ...]
 
-_PART = r"""(?:[A-Za-z0-9_-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')"""
+_PART = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')"""
 _DOTTED = re.compile(rf"{_PART}(?:[ \t]*\.[ \t]*{_PART})*")
 _PARTS = re.compile(_PART)
+_DEEP = re.compile(rf"(?<![A-Za-z0-9_.\"'-])(?:{_PART}[ \t]*+\.[ \t]*+){{{DEEPEST}}}")
 _TOKEN = re.compile(
     r'"""(?:[^\\]|\\.)*?"{3,5}|\'\'\'.*?\'{3,5}|"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*|[\[\]{}\n]|[^\[\]{}\n"\'#]+',
     re.DOTALL,
@@ -62,6 +65,7 @@ class Document:
         """`obeyed`: by a service of this user, so that others must not be able to change it."""
         self.path, self._obeyed = path, obeyed
         self.files: list[Path] = []
+        self._left = LARGEST
         self.problems: list[Problem] = []  # of files that could not be read
         self.data: dict[str, Any] = {}
         self._positions: dict[Keys, Position] = {(): Position(path, 1)}
@@ -91,7 +95,9 @@ class Document:
         if self._obeyed and (why := foreign(path)):
             self.problems.append(Problem(Position(path, 0), f"not obeyed: {why}"))
         try:
-            data, lines = _parse(path)
+            text = _text(path, self._left)
+            self._left -= len(text)
+            data, lines = _parse(text)
         except _UnreadableError as error:
             self.problems.append(Problem(Position(path, error.line), str(error)))
             return
@@ -145,9 +151,9 @@ class _UnreadableError(Exception):
         self.line = line
 
 
-def _parse(path: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
+def _text(path: Path, most: int) -> str:
     try:
-        text = read_regular(path)[0].decode()
+        return read_regular(path, most)[0].decode()
     except FileNotFoundError:
         sample = discovery.shipped("config") / "streambridge.toml"
         raise _UnreadableError(
@@ -155,10 +161,17 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
             f"`cp {sample} .`"
         ) from None
     except OSError as error:
-        raise _UnreadableError(f"cannot be read: {unreadable(path) or error}") from error
+        why = f"the files are larger than {LARGEST >> 20} MiB together" if error.errno == errno.EFBIG else ""
+        raise _UnreadableError(f"cannot be read: {why or unreadable(path) or error}") from error
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise _UnreadableError("not valid UTF-8; save the file as UTF-8", line) from error
+
+
+def _parse(text: str) -> tuple[dict[str, Any], dict[Keys, int]]:
+    # Before the parser, whose time for a dotted key grows with the square of its parts.
+    if any(line.count(".") >= DEEPEST and _DEEP.search(line) for line in text.split("\n")):
+        raise _UnreadableError("not valid TOML: nested too deeply")
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -37,6 +37,9 @@ from bridge.settingtypes import Bytes, Means, Millis, meanings
 _SECRET = re.compile(r"(^|_)(password|secret|token)(_key)?$")
 VARIABLE = re.compile(r"\$\{(STREAMBRIDGE_[A-Z0-9_]+|CREDENTIALS_DIRECTORY)\}")
 
+HINTED = 100  # mistakes with a similar key; to search for it takes long
+MOST_PROBLEMS = 1000
+
 S = TypeVar("S", bound=Struct)
 
 
@@ -68,7 +71,9 @@ class Reader:
         self.problems: list[Problem] = []
 
     def problem(self, keys: Keys, what: str) -> None:
-        """Report a mistake in the value at `keys`."""
+        """Report a mistake in the value at `keys`. Of very many, only the first are kept."""
+        if len(self.problems) >= MOST_PROBLEMS:
+            return
         value = self._shown(keys)
         self.broken.add(keys)
         position = self.document.position(keys)
@@ -83,7 +88,8 @@ class Reader:
         """Report an unknown key, with the most similar known one."""
         *_, key = keys
         known = sorted(known)
-        near = difflib.get_close_matches(str(key).lower().replace("-", "_"), known, n=1)
+        search = difflib.get_close_matches if len(self.problems) < HINTED else lambda *_, **__: []
+        near = search(str(key).lower().replace("-", "_")[:80], known, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"valid keys: {', '.join(known)}"
         if near and not self._shown((*keys[:-1], near[0])):  # that one was meant
             self.broken.add((*keys[:-1], near[0]))

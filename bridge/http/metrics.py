@@ -45,6 +45,8 @@ clock_synchronised gauge
     1 if the wall clock is known to be synchronised (NTP).
 clock_steps_total counter
     How often the wall clock was stepped by a second or more; messages do not expire because of that.
+part_failing gauge part
+    1 for a destination of the audit log that cannot be written, and for a setting whose file is broken.
 streams_refused gauge
     Streams that cannot be opened or created, or whose topics an external broker refuses to send.
 stream_info gauge stream
@@ -239,6 +241,7 @@ def _values(state: ServiceState) -> Iterator[Value]:
     yield "storage_size_bytes", (), state.disk_size
     yield "clock_synchronised", (), state.clock_synchronised
     yield "clock_steps_total", (), state.clock_steps
+    yield from (("part_failing", (part,), 1) for part in state.failing_parts)
     yield "streams_refused", (), len(state.readiness.refused)
     yield "export_worker_up", (), state.worker_running
     yield "export_worker_restarts_total", (), state.worker_restarts

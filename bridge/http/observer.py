@@ -26,6 +26,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
+from bridge import audit
 from bridge.errors import CorruptData
 from bridge.http import history
 from bridge.http.clients import DeviceFrontEnd, Directory
@@ -45,6 +46,7 @@ from bridge.http.state import (
 )
 from bridge.model import MessageStreamDefinition
 from bridge.operations.manager import StreamManager
+from bridge.readable import Kept
 from bridge.runtime import tick
 from bridge.streams.reader import StreamReader
 from bridge.streams.stream import Stream
@@ -103,11 +105,14 @@ class Observer:
         front_ends: Mapping[str, FrontEnd],
         probe_timeout: float = PROBE_TIMEOUT,
         history_step: float = history.STEP,
+        kept: Kept | None = None,
     ) -> None:
         """`probe_timeout` is the number of seconds after which a write to the disk counts as hung.
 
-        `history_step` is the least number of seconds between two steps of the history.
+        `history_step` is the least number of seconds between two steps of the history. `kept` has the files
+        that the service reads.
         """
+        self._kept = kept or Kept()
         self._probe_timeout, self._history_step = probe_timeout, history_step
         self._gateway, self._data_dir, self._manager, self._exports = gateway, data_dir, manager, exports
         self._front_ends = front_ends
@@ -245,7 +250,8 @@ class Observer:
     def readiness(self) -> Readiness:
         """Whether messages for all streams are received and can be stored; the disk as last tested."""
         streams = self._manager.store.streams.values()
-        return readiness(self.phase, self._storage_error, streams, self.refused, self.unreachable)
+        unread = dict(self._kept.missing)
+        return readiness(self.phase, self._storage_error, streams, self.refused, self.unreachable, unread)
 
     @property
     def unreachable(self) -> str | None:
@@ -330,6 +336,7 @@ class Observer:
             clock_synchronised=clock.synchronised,
             clock_steps=clock.steps,
             clock_step=clock.last_step,
+            failing_parts=audit.troubles() | self._kept.broken | self._kept.missing,
         )
 
     def _earlier(self, now: int) -> tuple[int, dict[str, int]]:

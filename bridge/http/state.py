@@ -100,7 +100,8 @@ class Readiness(Struct, rename="camel", kw_only=True):
 
     `refused` are the streams that are unavailable or whose messages do not reach us, `failing` those that
     could not store their last message, because of the disk or because they are full, each with the reason.
-    `unreachable` says why the external broker is not connected.
+    `unreachable` says why the external broker is not connected, `unread` what is wrong with files of users,
+    keys or certificates that never were in order since the start.
     """
 
     ok: bool
@@ -109,6 +110,7 @@ class Readiness(Struct, rename="camel", kw_only=True):
     refused: dict[str, str]
     failing: dict[str, str]
     unreachable: str | None
+    unread: dict[str, str] = {}
 
 
 def readiness(
@@ -117,16 +119,18 @@ def readiness(
     streams: Iterable[Stream],
     refused: dict[str, str],
     unreachable: str | None,
+    unread: dict[str, str],
 ) -> Readiness:
     """Determine whether the service is ready."""
     failing = {stream.name: why for stream in streams if (why := stream.cannot_store) is not None}
     return Readiness(
-        ok=phase == "running" and not (storage_error or refused or failing or unreachable),
+        ok=phase == "running" and not (storage_error or refused or failing or unreachable or unread),
         phase=phase,
         storage=storage_error or "writable",
         refused=refused,
         failing=failing,
         unreachable=unreachable,
+        unread=unread,
     )
 
 
@@ -134,6 +138,7 @@ class ServiceState(Struct, rename="camel", kw_only=True):
     """The service at one moment. `counts` are the front ends' counters.
 
     `clock_steps` is how often the wall clock was stepped since the start, the last time by `clock_step` ms.
+    `failing_parts` says why a destination of the audit log cannot be written, or a file not be used.
     """
 
     gateway: str
@@ -156,6 +161,7 @@ class ServiceState(Struct, rename="camel", kw_only=True):
     clock_synchronised: bool
     clock_steps: int
     clock_step: int
+    failing_parts: dict[str, str] = {}
 
 
 def lost(state: ServiceState) -> int:

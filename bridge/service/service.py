@@ -242,6 +242,7 @@ class Service:
                 manager,
                 exports,
                 {"mqtt": front_end, "greengrass": greengrass, "firehose": firehose},
+                kept=access.kept,
             )
             for number in (signal.SIGTERM, signal.SIGINT):  # before the first listener
                 loop.add_signal_handler(number, self._on_stop_signal)

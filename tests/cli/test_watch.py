@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import ssl
@@ -114,6 +115,37 @@ def test_a_user_is_out_whatever_is_wrong_with_the_other_files(
     assert log_in(service, "ann", b"a") == 0
 
 
+def test_a_tokens_file_that_is_broken_at_the_start_is_seen_until_it_is_in_order(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("nonsense\n")
+    tokens.chmod(0o600)
+    service = Service(tmp_path, "")
+    try:
+        service.process.kill()
+        service.process.wait()
+        config = tmp_path / "bridge.toml"
+        listens = '[greengrass]\ntokens_file = "tokens"\nlisten = "127.0.0.1:0"'
+        config.write_text(config.read_text().replace('[greengrass]\nlisten = ""', listens))
+        service.start()
+        assert service.logged("tokens, line 1: not `user token`; no token in it is right")
+        status, _, body = service.request("/readyz")
+        assert (status, "line 1" in json.loads(body)["unread"]["greengrass.tokens_file"]) == (503, True)
+        part = b'streambridge_part_failing{part="greengrass.tokens_file"} 1.0'
+        assert part in service.request("/metrics")[2]
+        tokens.write_text("ann 0123456789abcdef\n")
+        eventually(lambda: service.request("/readyz")[0] == 200)
+        tokens.write_text("nonsense\n")
+        eventually(lambda: part in service.request("/metrics")[2])
+        assert service.request("/readyz")[0] == 200, "the last good content holds"
+        assert (
+            "line 1"
+            in json.loads(service.request("/status.json")[2])["failingParts"]["greengrass.tokens_file"]
+        )
+    finally:
+        service.process.kill()
+        service.process.wait()
+
+
 def publishes(service: Service, topic: str) -> bool:
     """Whether ann may publish on a topic."""
     found = service.logged(r"mqtt://127.0.0.1:(\d+)")
@@ -147,7 +179,10 @@ def test_changed_rules_hold_without_a_signal_and_all_else_waits_for_it(
     eventually(lambda: service.logged("msg=reloaded"))
 
 
-@pytest.mark.parametrize("nested", ["a = " + "[" * 1200 + "]" * 1200, "[" + ".".join("a" * 3000) + "]"])
+@pytest.mark.parametrize(
+    "nested",
+    ["a = " + "[" * 1200 + "]" * 1200, "[" + ".".join("a" * 3000) + "]", ".".join("a" * 20_000) + " = 1"],
+)
 def test_a_configuration_that_is_nested_too_deeply_changes_nothing(
     service: Service, tmp_path: Path, nested: str
 ) -> None:

@@ -107,11 +107,13 @@ function showHead(now) {
   if (refused.length > 10) notices.push([`Messages for ${refused.length - 10} other streams are not stored`, "see /readyz"]);
   if (now.time < EARLIEST) notices.push(["The clock is wrong", `it shows ${moment.format(now.time)}; messages are stored with that time`]);
   if (now.clockSteps) notices.push(["The clock was set", `${now.clockStep > 0 ? "forward" : "back"} by ${span(Math.abs(now.clockStep))}; no message expires because of that`]);
+  for (const [part, why] of Object.entries(now.failingParts)) notices.push([`${part} cannot be used`, why]);
   showNotices(notices);
   const stuck = Object.keys(ready.failing).length + refused.length;
   if (now.storageError) showState("bad", "Cannot store");
   else if (ready.phase !== "running") showState("unknown", ready.phase === "stopping" ? "Stopping" : "Starting");
   else if (stuck) showState("bad", `${many(stuck, "stream")} cannot store`);
+  else if (Object.keys(ready.unread).length) showState("bad", "A file cannot be used");
   else if (!ready.ok) showState("bad", "No messages are received");
   else if (totals.stopped) showState("bad", `Storing; ${many(totals.stopped, "export")} stopped`);
   else if (totals.failing) showState("warn", `Storing; ${many(totals.failing, "export")} retrying`);
