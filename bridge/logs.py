@@ -10,6 +10,8 @@
 * Of lines that differ only in their values (in the client, for example), `MOST_ALIKE` are written in a
   window; the last of the others is written at its end, with `alike=<count>`. This does not apply at level
   debug.
+* What fails again and again, such as an export without a link, is logged once per cause and ten minutes
+  (`Outage`).
 * Under systemd (JOURNAL_STREAM names our stderr) each line begins with its priority, `<4>`, and has no time
   stamp, since the journal has both.
 * Characters that are not printable are escaped as in JSON, in both formats, and URLs have no user, password,
@@ -22,6 +24,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -30,6 +33,9 @@ from typing import Any, Literal, TextIO
 from bridge.printable import printable_json, without_credentials
 
 WINDOW = 10.0
+REPEAT = 600.0  # seconds between two lines about an outage
+CAUSES = 32  # of one outage that are distinguished
+_VARIES = re.compile(r"[\w+/=-]{24,}|\b[0-9A-Fa-f-]{8,}\b|\d+(?:\.\d+)?")
 MOST_KEPT = 1000  # different lines remembered; others are written uncounted
 MOST_ALIKE = 20
 TEMPLATE = "template"  # in `extra=`, no key of the line: the common text of lines that differ in values
@@ -166,6 +172,31 @@ class CountingHandler(logging.StreamHandler[TextIO]):
                 self.timer = None
             self._flush(float("inf"))
         super().close()
+
+
+class Outage:
+    """Which failures of one thing are logged: a cause when it is new, and then once per `repeat` seconds.
+
+    Causes that differ only in numbers and ids, as of requests, are the same one.
+    """
+
+    def __init__(self, repeat: float = REPEAT) -> None:
+        self._repeat = repeat
+        self._told: dict[str, float] = {}  # when, by cause
+
+    def is_news(self, cause: str) -> bool:
+        """Return whether to log a failure with this cause now."""
+        cause, now = _VARIES.sub("#", cause), time.monotonic()
+        if (told := self._told.get(cause)) is not None and now < told + self._repeat:
+            return False
+        if len(self._told) >= CAUSES:
+            self._told.clear()
+        self._told[cause] = now
+        return True
+
+    def ended(self) -> None:
+        """The thing works again; its next failure is news."""
+        self._told.clear()
 
 
 def setup(level: str = "info", style: Literal["text", "json"] = "text") -> None:

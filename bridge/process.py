@@ -61,6 +61,18 @@ def _run_for(nanoseconds: int) -> None:
         ctypes.CDLL(None).syscall(call, 0, attributes, 0)
 
 
+def starved(pid: int) -> float:
+    """Return how many seconds a process's threads have waited for a processor, the one that waited longest.
+
+    0.0 if the kernel does not tell.
+    """
+    longest = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # the thread may have ended
+            longest = max(longest, int(path.read_text("ascii").split()[1]))
+    return longest / 1e9
+
+
 def trim_memory() -> None:
     """Return free memory now (malloc_trim(3)): takes some milliseconds; other threads may wait."""
     with contextlib.suppress(AttributeError):

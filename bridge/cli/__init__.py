@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import sys
+import traceback
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -139,10 +140,27 @@ def fail(error: BaseException) -> NoReturn:
         sys.exit(output.ExitCode.USAGE)
     if not isinstance(error, OSError) or error.errno is None:
         raise error
-    path = f"{error.filename}: " if error.filename else ""
-    user = denied(Path(error.filename)) if path and error.errno == errno.EACCES else ""
+    found = error.filename or _file_of(error)
+    path = f"{found}: " if found else ""
+    user = denied(Path(error.filename)) if error.filename and error.errno == errno.EACCES else ""
     _print_error(f"{path}{error.strerror}{user}")
     sys.exit(output.ExitCode.FAILED)
+
+
+def _file_of(error: OSError) -> Path | None:
+    """Return which file an error is about that does not say so, as when a read fails: EIO, for example.
+
+    It is the path that the innermost function with a path works on.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        values = frame.f_locals
+        object_ = values.get("self")
+        named = [object_, *(values.get(name) for name in ("path", "file", "directory"))]
+        named += [getattr(object_, name, None) for name in ("path", "_path", "directory", "_directory")]
+        if (found := next((one for one in named if isinstance(one, Path)), None)) is not None:
+            return found
+    return None
 
 
 def _print_error(message: str) -> None:

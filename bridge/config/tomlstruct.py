@@ -88,8 +88,8 @@ class Reader:
         """Report an unknown key, with the most similar known one."""
         *_, key = keys
         known = sorted(known)
-        search = difflib.get_close_matches if len(self.problems) < HINTED else lambda *_, **__: []
-        near = search(str(key).lower().replace("-", "_")[:80], known, n=1)
+        wanted = str(key).lower().replace("-", "_")[:80]
+        near = difflib.get_close_matches(wanted, known, n=1) if len(self.problems) < HINTED else []
         hint = f"did you mean `{near[0]}`?" if near else f"valid keys: {', '.join(known)}"
         if near and not self._shown((*keys[:-1], near[0])):  # that one was meant
             self.broken.add((*keys[:-1], near[0]))

@@ -41,6 +41,7 @@ __all__ = ["ExportSupervisor", "highest_exported"]
 
 UPDATE_EVERY = 0.1
 WRITE_LIMIT = 256 * 1024
+STARVED = 10  # times as long may a worker be silent that gets no processor
 QUIET_AFTER = 60.0  # seconds; a worker that has lived this long resets the backoff
 MAX_RESTART = 30.0
 
@@ -71,6 +72,7 @@ class _Suspicion:
         self.until = 0.0
         self.reason = ""
         self.alone = False
+        self.outage = logs.Outage()
 
 
 class ExportSupervisor:
@@ -367,14 +369,25 @@ class ExportSupervisor:
         finally:
             watch.cancel()
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Kill a silent worker: a plugin may block its interpreter."""
+    async def _watch(self, child: asyncio.subprocess.Process) -> None:
+        """Kill a silent worker: a plugin may block its interpreter.
+
+        One that gets no processor is not silent of itself, as when many services start at once. It gets
+        `STARVED` times as long. The last look is after this process has read what it was too late to read.
+        """
+        silence, beat = self._tuning.silence, self._tuning.beat
         while True:
-            left = self._last_heard + self._tuning.silence - time.monotonic()
-            await asyncio.sleep(max(left, self._tuning.beat))
-            if time.monotonic() - self._last_heard > self._tuning.silence:
-                log.error("the export worker was silent for %.0f s; killing it", self._tuning.silence)
-                process.kill()
+            left = self._last_heard + silence - time.monotonic()
+            await asyncio.sleep(max(left, beat))
+            if time.monotonic() - self._last_heard <= silence:
+                continue
+            before, began = process.starved(child.pid), time.monotonic()
+            await asyncio.sleep(beat)
+            quiet, looked = time.monotonic() - self._last_heard, time.monotonic() - began
+            starves = process.starved(child.pid) - before > looked / 4
+            if quiet > silence and not (starves and quiet < STARVED * silence):
+                log.error("the export worker was silent for %.0f s; killing it", quiet)
+                child.kill()
                 return
 
     def _disconnect(self) -> None:
@@ -490,7 +503,8 @@ class ExportSupervisor:
         suspicion.until = time.monotonic() + wait
         suspicion.reason = reason
         suspicion.alone = suspicion.alone or alone
-        log.error("export %s of %s: %s; retrying in %.1f s", key[1], key[0], reason, wait)
+        if suspicion.outage.is_news(reason):
+            log.error("export %s of %s: %s; retrying in %.1f s", key[1], key[0], reason, wait)
         stream = self._streams.get(key[0])
         if stream is not None and key[1] in stream.identifiers:
             before = stream.statuses.get(key[1]) or ExportStatus(export_config_identifier=key[1])

@@ -32,6 +32,7 @@ from bridge.export.batches import Batches, NoBatch, size_of
 from bridge.export.host import Host
 from bridge.export.planning import Planner, Source, too_large
 from bridge.export.position import Position, shorten
+from bridge.logs import Outage
 from bridge.model import ExportStatus
 from bridge.plugin.api import (
     AwsBatchedConfig,
@@ -94,6 +95,7 @@ class Task:
         self._idle_at = NEVER
         self._collects_until = 0.0  # the latest time at which the batch shown as being collected is sent
         self._backoff = Backoff(host.tuning.first_backoff, host.tuning.max_backoff)
+        self._outage = Outage()
         self._backoff.files = _secret_files(config)
         self._planner = Planner(source, host.transform(self.key, kind))
         self._batches = Batches(host, self.position, self._planner, exporter)
@@ -128,6 +130,7 @@ class Task:
     def update(self, config: ExportConfig) -> None:
         """Apply an updated configuration: pause and priority at once, the rest at the next step."""
         self.config = config
+        self._outage = Outage()
         self._backoff.files = _secret_files(config)
         self._updated = True
 
@@ -378,7 +381,8 @@ class Task:
         wait = self._backoff.failed(after, cut=cut)
         self._idle_at = max(self._idle_at, self._backoff.until)
         self.position.report(reason)
-        log.warning("%s: %s; retrying in %.1f s", self.label, self.position.cursor.error, wait)
+        if self._outage.is_news(reason):
+            log.warning("%s: %s; retrying in %.1f s", self.label, self.position.cursor.error, wait)
         if self._backoff.attempts >= 2 and not self._failing:
             self._failing = True
             self._host.event("export_failing", self.key, reason)
@@ -404,6 +408,7 @@ class Task:
 
     def _recovered(self) -> None:
         self._backoff.recovered()
+        self._outage.ended()
         self.alone = False
         self.position.report(None)
         if self._failing:

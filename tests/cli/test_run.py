@@ -305,3 +305,18 @@ def slice_of(pid: int | str) -> int | None:
     except OSError:
         return None
     return int(found[1]) if found else None
+
+
+@pytest.mark.parametrize("broken", ["format", "clock", "mqtt/sessions.journal"])
+def test_a_start_that_fails_to_read_names_the_file(tmp_path: Path, broken: str) -> None:
+    config = tmp_path / "x.toml"
+    config.write_text(f"{ANY_PORT}[streams.s]\n".replace("[gateway]", '[gateway]\ndata_dir = "data"'))
+    service = Service(config)
+    service.wait_for("msg=ready")
+    assert service.stop() == 0
+    path = tmp_path / "data" / broken
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # a read of its first page fails with EIO
+    done = streambridge("run", "-c", config)
+    assert done.returncode == 1
+    assert f"streambridge: {path}: Input/output error" in done.stderr.splitlines()

@@ -16,6 +16,7 @@ from benchmarks.testbed.certificates import Authority, Pair
 from bridge.access.accounts import Account
 from bridge.access.rules import AccessRule
 from bridge.access.users import hash_password
+from bridge.mqtt.server.server import SLICE
 from bridge.mqtt.settings import TlsSettings
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5
@@ -246,6 +247,32 @@ def test_a_client_whose_id_is_bound_to_others_now_loses_connection_session_and_w
         assert await assigned.closed(), "what the server has assigned is another user's now"
 
     with_bridge(tmp_path, test, users_file=path, user=wide)
+
+
+def test_a_reload_looks_up_many_clients_in_slices_and_forgets_none(tmp_path: Path) -> None:
+    many = 2 * SLICE + 7
+
+    async def test(bridge: Bridge) -> None:
+        keeps = await bridge.connect("keeps")
+        here = []
+        for number in range(many):
+            stays, will = number % 50 == 0, ("in/will", b"x", 1)
+            client = await bridge.connect(f"c{number}", clean=False, will=will if stays else None)
+            if stays:
+                here.append(client)
+            else:
+                client.abort()
+        bound = [Account(name="ann", client_ids=["c*"])]
+        bridge.front.reload(msgspec.structs.replace(bridge.config, user=bound))
+        assert await keeps.alive(), "in between"
+        left = len(bridge.broker.sessions.all())
+        assert left > 1, "not all at once"
+        await until(lambda: bridge.stat("sessions") == 1)
+        assert all([await one.closed() for one in here])
+        assert await keeps.alive()
+        assert await bridge.payloads() == []
+
+    with_bridge(tmp_path, test)
 
 
 @pytest.mark.parametrize("qos", [1, 2])

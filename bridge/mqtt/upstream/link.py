@@ -1,17 +1,16 @@
 """The state of the connection to another broker, for the log, the status page and `/readyz`.
 
-The client reconnects without limit, and logs nothing. A cause is logged when it is new, and then once per
-`REPEAT` seconds, however often it recurs.
+The client reconnects without limit, and logs nothing. A cause is logged when it is new, and then every ten
+minutes, however often it recurs (`logs.Outage`).
 """
 
 from __future__ import annotations
 
 import logging
-import time
+
+from bridge.logs import Outage
 
 log = logging.getLogger(__name__)
-
-REPEAT = 600.0
 
 
 class Link:
@@ -20,16 +19,15 @@ class Link:
     def __init__(self, url: str) -> None:
         self._url = url
         self.why: str | None = f"not connected to {url} yet"
-        self._logged: tuple[str, float] | None = None  # the last cause that was logged, and when
+        self._outage = Outage()
 
     def failed(self, cause: str) -> None:
         """Record that there is no connection, and the cause."""
         self.why = f"no connection to {self._url}: {cause}; trying again"
-        now = time.monotonic()
-        if self._logged is None or self._logged[0] != cause or now >= self._logged[1] + REPEAT:
-            self._logged = cause, now
+        if self._outage.is_news(cause):
             log.warning(self.why)
 
     def recovered(self) -> None:
         """Record that there is a connection."""
-        self.why = self._logged = None
+        self.why = None
+        self._outage.ended()
