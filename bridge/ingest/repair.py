@@ -26,17 +26,16 @@ assumed to have them all.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from bridge.ingest.columns import IDENTITY
 from bridge.ingest.errors import CommitConflict
+from bridge.ingest.intact import named, single
 from bridge.ingest.numbers import within
 from bridge.ingest.planner import StreamId
 from bridge.ingest.sinks.base import Content, Held, Sink
@@ -155,7 +154,7 @@ def take_stock(content: Content) -> Stock:
     clear: dict[StreamId, list[tuple[int, int, Held]]] = defaultdict(list)
     doubtful: list[str] = []
     for file in content.files:
-        stream = _stream(file)
+        stream = single(file)
         if stream is None:
             doubtful.append(file.path)
         else:
@@ -176,24 +175,6 @@ def take_stock(content: Content) -> Stock:
         for stream, piece in _messages(rows.select(IDENTITY.names).cast(IDENTITY)):
             stock.add(stream, piece)
     return stock
-
-
-def _stream(file: Held) -> StreamId | None:
-    """Return the stream of a file that holds all numbers between its bounds; None: its rows must be read."""
-    if file.bounds is None or any(
-        file.bounds[name][0] != file.bounds[name][1] for name in IDENTITY.names[:3]
-    ):
-        return None
-    first, last = file.bounds["sequence_number"]
-    stream = _named(*(file.bounds[name][0] for name in IDENTITY.names[:3]))
-    return stream if first >= 0 and file.rows == last - first + 1 else None
-
-
-def _named(gateway: Any, stream: Any, epoch: Any) -> StreamId | None:
-    """Return the stream of a row, if a message can have these values."""
-    if not gateway or not stream or not epoch or not re.fullmatch("0|[1-9][0-9]{,18}", epoch):
-        return None
-    return StreamId(gateway, stream, int(epoch))
 
 
 def _overlapping(files: list[tuple[int, int, Held]]) -> Iterator[tuple[int, int, Held, bool]]:
@@ -220,7 +201,7 @@ def _messages(rows: pa.Table) -> Iterator[tuple[StreamId, Piece]]:
     starts = [0, *(index + 1 for index in pc.indices_nonzero(breaks).to_pylist())]
     times = pc.fill_null(rows["ingest_time"].cast(pa.int64()), 0)
     for start, end in zip(starts, [*starts[1:], count], strict=True):
-        stream = _named(*(rows[name][start].as_py() for name in IDENTITY.names[:3]))
+        stream = named(*(rows[name][start].as_py() for name in IDENTITY.names[:3]))
         first, last = numbers[start].as_py(), numbers[end - 1].as_py()
         if stream is not None and 0 <= first <= last <= MAX_SEQUENCE:
             low, high = (times[at].as_py() // 1000 for at in (start, end - 1))

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from bridge.ingest.tasks import Tasks
 
+DATA, DELETES = "data file", "delete file"  # kinds of files
+MANIFEST, MANIFEST_OF_DELETES, MANIFEST_LIST = "manifest", "manifest of delete files", "manifest list"
 ATTEMPTS = 6  # to commit a change, while other writers commit first
 
 
@@ -97,6 +99,37 @@ class Content(NamedTuple):
     read: Callable[[Collection[str]], Iterator[pa.Table]]
 
 
+class Part(NamedTuple):
+    """A file that the current version of a table references, with its path in full, as it is spelt there.
+
+    `rows` are those that are lost with it, and `bounds` as in `Held`, but of all rows of the file, deleted or
+    not. `size` is in bytes, None if the table only says that there are at `least` so many. A delete file that
+    is `of` one data file concerns no other. `day` is "" for files of no one day, and `problem` says why what
+    the file lists could not be read.
+    """
+
+    path: str
+    kind: str
+    size: int | None
+    rows: int = 0
+    day: str = ""
+    bounds: Mapping[str, tuple[Any, Any]] | None = None
+    of: str = ""
+    least: int = 0
+    problem: str = ""
+
+    def order(self) -> tuple[str, str]:
+        return self.day, self.path
+
+
+class Parts(NamedTuple):
+    """How many files a version of the table references, about; its place; and the files by day and path."""
+
+    count: int
+    place: StorageLocation
+    files: Iterator[Part]
+
+
 class Sink(Protocol):
     """A table, as the ingest job needs it."""
 
@@ -144,6 +177,9 @@ class Sink(Protocol):
 
     def content(self) -> Content:
         """Return the data files of the table as it is now."""
+
+    def parts(self, after: tuple[str, str] = ("", "")) -> Parts:
+        """Return the files that the table references, only those after a day and path."""
 
     def replace(self, removed: Sequence[LiveFile], added: Sequence[DataFile]) -> None:
         """Replace files by others in one commit; the state stays the same. Raises CommitConflict.

@@ -8,6 +8,7 @@ default retries it does refuse a commit from a handle that has not seen another 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,11 +26,15 @@ from bridge.ingest.columns import IDENTITY, MESSAGES, PARTITIONS, TIME, VARIANT,
 from bridge.ingest.errors import CommitConflict, IngestError, Vanished, line
 from bridge.ingest.files import DataFile, Target
 from bridge.ingest.sinks.base import (
+    DATA,
+    DELETES,
     Compacted,
     Content,
     Difference,
     Held,
     LiveFile,
+    Part,
+    Parts,
     Standing,
     absent,
     attempts,
@@ -38,6 +43,7 @@ from bridge.ingest.sinks.base import (
     state_of,
 )
 from bridge.ingest.sinks.due import SMALL, due
+from bridge.ingest.sinks.vectors import FRAME, file_of, vectors
 from bridge.ingest.store import StorageLocation, table_folder
 from bridge.ingest.stored import RangedFile, footer, undamaged
 
@@ -183,8 +189,32 @@ class DeltaSink:
         return self._rows(table) if table else 0
 
     def _rows(self, table: DeltaTable) -> int:
-        deleted = sum(vector.count(False) for vector in _deleted(table).values())
+        deleted = sum(int(vector["cardinality"]) for vector in self._vectors(table).values())
         return sum(int(action["num_records"]) for action in self._actions(table)) - deleted
+
+    def _vectors(self, table: DeltaTable) -> dict[str, dict[str, Any]]:
+        return vectors(self.location.open(), table.version()) if _has_vectors(table) else {}
+
+    def parts(self, after: tuple[str, str] = ("", "")) -> Parts:
+        table = self._made()
+        found = []
+        for action in pa.table(table.get_add_actions(flatten=True)).to_pylist():
+            path, day = unquote(action["path"]), str(action.get(f"partition.{PARTITION}") or "")
+            rows = action.get("num_records") or 0
+            found.append(Part(self._full(path), DATA, action["size_bytes"], rows, day, _bounds(action)))
+        days = {part.path: part.day for part in found}
+        for path, vector in self._vectors(table).items():
+            if (name := file_of(vector)) is not None:
+                of = self._full(path)
+                least = vector.get("offset", 0) + vector["sizeInBytes"] + FRAME
+                found.append(Part(self._full(name), DELETES, None, 0, days.get(of, ""), None, of, least))
+        found.sort(key=Part.order)
+        return Parts(len(found), self.location, (part for part in found if part.order() > after))
+
+    def _full(self, path: str) -> str:
+        """Return a path in full: those below the table's folder are relative to it."""
+        full = path.startswith("/") or re.match("[A-Za-z][A-Za-z0-9+.-]*:/", path)
+        return path if full else f"{self.location.url.rstrip('/')}/{path}"
 
     def standing(self, since: str | None, expected: int) -> Standing:
         table = self.table()

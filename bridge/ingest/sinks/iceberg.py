@@ -38,6 +38,7 @@ from bridge.ingest.sinks.base import (
     Content,
     Difference,
     LiveFile,
+    Parts,
     Standing,
     absent,
     attempts,
@@ -58,11 +59,13 @@ from bridge.ingest.sinks.history import (
     sweep,
     unfinished,
 )
+from bridge.ingest.sinks.iceberg_files import daily, parts
 from bridge.ingest.sinks.snapshots import (
     POINTER,
     ancestry,
     changes,
     content,
+    counted_files,
     counted_rows,
     current_id,
     entries,
@@ -190,7 +193,7 @@ class IcebergSink:
 
         Another engine may have changed the default, but a file may use any spec that the table ever had.
         """
-        days = [spec.spec_id for spec in table.specs().values() if _by_day(table, spec)]
+        days = [spec.spec_id for spec in table.specs().values() if daily(table, spec)]
         if not days:
             raise IngestError(
                 f"{self.name}: it has no partition spec of day(ingest_time) alone, so nothing was written; "
@@ -291,6 +294,11 @@ class IcebergSink:
             return Content(None, "", [], lambda paths: iter(()))
         check(self.name, _differences(table, IDENTITY))
         return content(self.name, table, self._pointer(table))
+
+    def parts(self, after: tuple[str, str] = ("", "")) -> Parts:
+        table = self._made()
+        place = StorageLocation(table.location(), self.endpoint)
+        return Parts(counted_files(table), place, parts(table, after))
 
     def replace(self, removed: Sequence[LiveFile], added: Sequence[DataFile]) -> None:
         """Replace files by others in one commit; the state stays the same. Raises CommitConflict."""
@@ -444,20 +452,14 @@ def _differences(table: Table, needed: pa.Schema) -> list[Difference]:
     return differences(_arrow(_schema(needed)), _arrow(table.schema()))
 
 
-def _by_day(table: Table, spec: PartitionSpec) -> bool:
-    """Return whether the spec has days of ingest_time, and nothing else."""
-    fields = [(field.transform, table.schema().find_column_name(field.source_id)) for field in spec.fields]
-    return fields == [(DayTransform(), "ingest_time")]
-
-
 def live_file(table: Table, entry: ManifestEntry, deleted_from: Container[str] = ()) -> LiveFile:
     """Convert a manifest entry; `deleted_from` are the paths of files with deleted rows."""
     file = entry.data_file
     path = file.file_path.removeprefix(f"{table.location().rstrip('/')}/")
-    daily = _by_day(table, table.specs()[file.spec_id])
+    by_day = daily(table, table.specs()[file.spec_id])
     return LiveFile(
         path,
-        (date(1970, 1, 1) + timedelta(days=file.partition[0])).isoformat() if daily else "",
+        (date(1970, 1, 1) + timedelta(days=file.partition[0])).isoformat() if by_day else "",
         file.file_size_in_bytes,
         file.record_count,
         entry.file_sequence_number or 0,

@@ -110,6 +110,13 @@ def counted_rows(table: Table, expected: int) -> int:
     return rows
 
 
+def counted_files(table: Table) -> int:
+    """Return the number of data files and delete files according to the current snapshot's totals."""
+    snapshot = table.current_snapshot()
+    figures = _figures(snapshot) if snapshot else {}
+    return sum(int(figures.get(f"total-{kind}-files") or 0) for kind in ("data", "delete"))
+
+
 def _scan(table: Table) -> DataScan:
     return table.scan(selected_fields=tuple(IDENTITY.names))
 
@@ -145,7 +152,7 @@ def content(name: str, table: Table, pointer: int | None) -> Content:
         Held(
             entry.data_file.file_path,
             entry.data_file.record_count,
-            None if entry.data_file.file_path in deleted_from else _bounds(table, entry.data_file),
+            None if entry.data_file.file_path in deleted_from else bounds(table, entry.data_file),
         )
         for entry in entries(table)
     ]
@@ -167,14 +174,12 @@ def content(name: str, table: Table, pointer: int | None) -> Content:
     return Content(pointer, current_id(table), files, read)
 
 
-def _bounds(table: Table, file: DataFile) -> dict[str, tuple[Any, Any]] | None:
+def bounds(table: Table, file: DataFile) -> dict[str, tuple[Any, Any]] | None:
     """Return the bounds of the columns of IDENTITY, if the file has all of them, and no nulls."""
     found = {}
     for name in IDENTITY.names:
         field = table.schema().find_field(name)
-        low, high = (
-            bounds.get(field.field_id) for bounds in (file.lower_bounds or {}, file.upper_bounds or {})
-        )
+        low, high = (ends.get(field.field_id) for ends in (file.lower_bounds or {}, file.upper_bounds or {}))
         if low is None or high is None or (file.null_value_counts or {}).get(field.field_id) != 0:
             return None
         kind = cast("PrimitiveType", field.field_type)
