@@ -1,18 +1,17 @@
 """Checks whether the files of a table are there: a table whose files are gone is not complete.
 
-Compared are the files that the current version of a table references with what their places have, by name and
-size: data files, delete files, manifests and manifest lists of Iceberg; data files and deletion vectors of
-Delta, whose log is read whole whenever the table is opened. A place in S3 is listed, a request per 1,000
-files, at the table's own location and at older ones (after SET LOCATION, in a shallow clone). A file may be
-spelt with `s3`, `s3a` or `s3n`, `file:` or a plain path, with percent signs or `//`. What cannot be looked at
-(another kind of store, no right to list it) is `unseen`: it is named, and nothing is complete then.
+The files that the current version of a table references are compared with what is there, by name and size:
+data files, delete files, manifests and manifest lists of Iceberg; data files and deletion vectors of Delta,
+whose log is read whole whenever the table is opened. S3 is listed, a request per 1,000 files, also at older
+places of the table, however they are spelt. What cannot be looked at (another kind of store, no right to list
+it) is `unseen`: it is named, and nothing is complete then.
 
 `look` compares all of them: `report --deep`, `repair` and `prune` do. An ordinary run compares a share, in
 the order of days and names (`share`). It grows with the time since the last look, such that all are compared
 every 12 hours, or in each run if runs are rarer: so what is known is a day old at most. A share has at least
-1,000 files, which one request lists, but a run within a minute of another looks at none. Once something is
-damaged, each run compares all until nothing is. Where it is, is in `files.json` beside the states; a run
-overwrites it, and without one, or with one of another table's time, all are compared.
+1,000 files, which one request lists. Once something is damaged, each run compares all until nothing is. What
+is known, and where the next share begins, is in `files.json` beside the states. A run overwrites it; without
+it, all files are compared.
 
 The numbers of lost rows follow from the bounds of the file and the state: those that the table should have
 between these bounds, and that no other file is known to have. They are exact if there are as many as rows.
@@ -27,8 +26,9 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 CYCLE_MS = 12 * 3600 * 1000  # in which ordinary runs compare all files
 LEAST = 1000  # files of a share: one request
-PAUSE_MS = 60_000  # between two shares
 RECORD = "files.json"
+LOOKS = 5  # at a table that others keep changing
 KEPT = 1000  # damages that the record names
 START = ("", "")
 
@@ -104,24 +104,39 @@ class Look:
 
 
 def look(sink: Sink, state: TableState, now: int | None = None) -> Look:
-    """Compare all files of the table as it is now; `state` is that of this version."""
+    """Compare all files of the table as it is now; `state` is that of this version.
+
+    What is gone because another run has replaced it meanwhile is looked at again.
+    """
     now = time.time_ns() // 1_000_000 if now is None else now
-    _, place, parts = sink.parts()
-    return _compared(list(parts), place, state, Look(full=now, began=now, at=now))
+    for _ in range(LOOKS):
+        at, _, place, parts = sink.parts()
+        found = compared(list(parts), place, state, Look(full=now, began=now, at=now))
+        if found.whole or sink.parts().at == at:
+            break
+    return found
 
 
 def share(sink: Sink, state: TableState, now: int) -> Look:
-    """Compare the share of an ordinary run, and return what is known of all; `now` is Unix time in ms."""
+    """Compare the share of an ordinary run, and return what is known of all; `now` is Unix time in ms.
+
+    A failure ends no run: all is committed.
+    """
+    try:
+        return _share(sink, state, now)
+    except Exception as error:  # of the network, or of a library
+        return Look(unseen=[f"{sink.name}: {line(error)}"])
+
+
+def _share(sink: Sink, state: TableState, now: int) -> Look:
     known = recorded(sink)
-    if 0 <= now - known.at < PAUSE_MS:
-        return known
-    count, place, parts = sink.parts(known.after)
+    _, count, place, parts = sink.parts(known.after)
     most = max(LEAST, -(-count * (now - known.at) // CYCLE_MS))
     if known.full is None or not known.whole or most >= count:
         found = look(sink, state, now)
     else:
         some = list(islice(parts, most))
-        found = _compared(some, place, state, Look([], [], 0, known.full, known.began, now))
+        found = compared(some, place, state, Look([], [], 0, known.full, known.began, now))
         if len(some) == most:
             found.after = some[-1].order()
         else:  # all were compared since it began, and the next share begins again
@@ -159,7 +174,7 @@ def spellings(path: str) -> list[tuple[str, str]]:
     if not colon or "/" in scheme:
         scheme, rest = "file", path
     if scheme.lower() == "file":
-        bucket, key = "", re.sub("^//+", "/", rest)
+        bucket, key = "", str(Path(rest).absolute())
     elif scheme.lower() in ("s3", "s3a", "s3n"):
         bucket, _, key = rest.lstrip("/").partition("/")
     else:
@@ -168,7 +183,7 @@ def spellings(path: str) -> list[tuple[str, str]]:
     return list(dict.fromkeys((bucket, one) for one in [*plain, *map(unquote, plain)]))
 
 
-def _compared(parts: list[Part], place: StorageLocation, state: TableState, found: Look) -> Look:
+def compared(parts: list[Part], place: StorageLocation, state: TableState, found: Look) -> Look:
     """Add to `found` what is damaged or unseen of these files; `place` is the table's own."""
     own = (spellings(place.url) or [("", "")])[0]
     groups: dict[tuple[str, bool], set[str]] = defaultdict(set)  # by bucket, and whether at the own place
@@ -179,7 +194,7 @@ def _compared(parts: list[Part], place: StorageLocation, state: TableState, foun
     failed: dict[str, str] = {}
     for (bucket, _), keys in groups.items():
         try:
-            sizes |= {(bucket, key): size for key, size in _sizes(bucket, keys, place.endpoint)}
+            sizes |= {(bucket, key): size for key, size in _sizes(bucket, keys, place)}
         except Exception as error:  # of the network, or no right to list it
             failed[bucket] = line(error)
     found.compared = len(parts)
@@ -193,14 +208,14 @@ def _compared(parts: list[Part], place: StorageLocation, state: TableState, foun
             lost[part.path, part.of] = (part, max(there, default=None))
         elif part.problem:
             found.unseen.append(f"{part.path}: {part.problem}")
-    victims = {path: concerned(part, parts) for path, (part, _) in lost.items()}
+    victims = {key: concerned(part, parts) for key, (part, _) in lost.items()}
     held = _held(parts) if lost else {}
-    for key, (part, size) in lost.items():
+    for at, (part, size) in lost.items():
         numbers: dict[StreamId, Ranges] = defaultdict(Ranges)
-        for one in victims[key]:
+        for one in victims[at]:
             for name, ranges in lacking(state, one, held).items():
                 numbers[name].update(ranges)
-        rows = sum(one.rows for one in victims[key])
+        rows = sum(one.rows for one in victims[at])
         listed = [[*name, *pair] for name, ranges in sorted(numbers.items()) for pair in ranges]
         exact = 0 < rows == sum(ranges.count() for ranges in numbers.values())
         found.damages.append(Damage(part.path, part.kind, part.size, size, rows, listed, exact))
@@ -218,7 +233,7 @@ def concerned(lost: Part, parts: Iterable[Part]) -> list[Part]:
     ]
 
 
-def _sizes(bucket: str, keys: set[str], endpoint: str | None) -> Iterator[tuple[str, int]]:
+def _sizes(bucket: str, keys: set[str], place: StorageLocation) -> Iterator[tuple[str, int]]:
     """Yield the sizes of those of the files that exist."""
     if not bucket:
         for path in keys:
@@ -226,7 +241,7 @@ def _sizes(bucket: str, keys: set[str], endpoint: str | None) -> Iterator[tuple[
                 yield path, os.stat(path).st_size
         return
     last, prefix = max(keys), os.path.commonprefix(list(keys)).rpartition("/")  # noqa: RUF071 # of keys
-    store = StorageLocation(f"s3://{bucket}", endpoint).open()
+    store = replace(place, url=f"s3://{bucket}").open()
     for entry in store.under(prefix[0] + prefix[1], min(keys)[:-1]):
         if entry.key in keys:
             yield entry.key, entry.size

@@ -16,9 +16,15 @@ the table lacks that many numbers of a chunk, these are the ones. Otherwise it i
 and which are lost, so all that are absent there count as lost: after `repair`, the next run reads the objects
 again and finds out; after `accept`, all of them count as deleted on purpose.
 
-The new state takes effect with one commit without files, like that of a round. If another run commits first,
-nothing is done (CommitConflict). If another engine does, its commit is newer than the examined version, so
-the next run checks it.
+Before, all files of the table are compared with what is there (`bridge.ingest.intact`). `accept` refuses a
+table with damaged files; `repair` takes them out. What is lost then are the numbers of the state that the
+remaining files do not have, whether these are deleted there or not: so no deleted row comes back. If the
+table was not as its state says before, only numbers that the damaged files may have had are lost. Rows of
+these may have been deleted by others; if that leaves open which, `repair` refuses until somebody decides.
+
+The new state takes effect with one commit, without files or without the damaged ones. If another run commits
+first, nothing is done (CommitConflict). If another engine does, its commit is newer than the examined
+version, so the next run checks it.
 
 If a file of another engine has repeated and missing numbers whose count still matches its bounds, it is
 assumed to have them all.
@@ -27,21 +33,37 @@ assumed to have them all.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
+from bridge.ingest import stored
 from bridge.ingest.columns import IDENTITY
-from bridge.ingest.errors import CommitConflict
-from bridge.ingest.intact import named, single
+from bridge.ingest.errors import BadOption, CommitConflict, IngestError, Vanished
+from bridge.ingest.intact import Look, compared, concerned, lacking, named, record, single, spellings
 from bridge.ingest.numbers import within
-from bridge.ingest.planner import StreamId
-from bridge.ingest.sinks.base import Content, Held, Sink
-from bridge.ingest.state import Piece, StateStore, TableState
+from bridge.ingest.planner import Inventory, StreamId
+from bridge.ingest.sinks.base import (
+    DATA,
+    DELETES,
+    MANIFEST,
+    MANIFEST_LIST,
+    MANIFEST_OF_DELETES,
+    Content,
+    Held,
+    Part,
+    Sink,
+    Standing,
+)
+from bridge.ingest.state import Piece, StateStore, StreamState, TableState
+from bridge.ingest.store import StorageLocation
 from bridge.ingest.verdict import look, weigh
-from bridge.objectkeys import MAX_SEQUENCE
+from bridge.objectkeys import MAX_SEQUENCE, epoch_prefix
 from bridge.ranges import Pair, Ranges, size
 
 ORDER = [(name, "ascending") for name in IDENTITY.names if name != "ingest_time"]
@@ -80,10 +102,18 @@ class StreamChange:
     found: list[Pair]
     filtered: list[int] = field(default_factory=list)
 
+    @property
+    def name(self) -> tuple[str, str, int]:
+        return self.gateway, self.stream, self.epoch
+
 
 @dataclass(slots=True)
 class Repaired:
-    """What was found, and whether it was committed. `differs` are the reasons before."""
+    """What was found, and whether it was committed. `differs` are the reasons before.
+
+    `damaged` are the files that are, and `hopeless` the lost numbers that no object has, as [gateway, stream,
+    epoch, first, last].
+    """
 
     differs: list[str]
     streams: list[StreamChange]
@@ -95,57 +125,230 @@ class Repaired:
     files_read: int
     dry_run: bool
     committed: bool = False
+    damaged: list[str] = field(default_factory=list)
+    hopeless: list[list[Any]] = field(default_factory=list)
 
 
-def repair(sink: Sink, *, dry_run: bool) -> Repaired:
-    """Adapt the state to the table; the next run ingests lost rows again. Raises CommitConflict."""
-    return _settle(sink, dry_run=dry_run, accept=False)
+def repair(
+    sink: Sink,
+    source: StorageLocation | None = None,
+    *,
+    dry_run: bool,
+    deleted: str | None = None,
+    give_up: bool = False,
+) -> Repaired:
+    """Adapt the state to the table; the next run ingests lost rows again. Raises CommitConflict.
+
+    Damaged files are taken out of the table, and then only their rows count as lost. `source` is where the
+    objects are, by default as for the last run. Raises IngestError if rows that others have deleted might
+    come back, unless `deleted` says what becomes of the rows of these files (`out`, `back`), or if rows may
+    be there that no object has, unless `give_up`.
+    """
+    return _settle(sink, dry_run, _Mend(source, deleted, give_up))
 
 
 def accept_rows(sink: Sink, *, dry_run: bool) -> Repaired:
-    """Accept the table as it is: lost rows were deleted on purpose. Raises CommitConflict."""
-    return _settle(sink, dry_run=dry_run, accept=True)
+    """Accept the table as it is: lost rows were deleted on purpose. Raises CommitConflict.
+
+    Raises IngestError if its files are damaged: what these have lost was not deleted on purpose.
+    """
+    return _settle(sink, dry_run, None)
 
 
-def _settle(sink: Sink, *, dry_run: bool, accept: bool) -> Repaired:
+class _Mend(NamedTuple):
+    """How to repair damaged files, see `repair`."""
+
+    source: StorageLocation | None
+    deleted: str | None
+    give_up: bool
+
+
+def _settle(sink: Sink, dry_run: bool, mend: _Mend | None) -> Repaired:
     state, standing = look(sink)
     differs = weigh(sink.name, state, standing)
-    content = sink.content()
+    at, _, place, found = sink.parts()
+    parts = list(found)
+    damage = compared(parts, place, state, Look())
+    if at != standing.at:
+        raise CommitConflict(f"{sink.name}: it was changed meanwhile")
+    out = _taken_out(damage, parts, mend)
+    content = _left(sink, place, standing, parts, out) if out else sink.content()
     if content.pointer != state.version:
         raise CommitConflict(f"{sink.name}: another run committed first")
     stock = take_stock(content)
     changes = _changes(state, stock)
+    to_removed = mend is None
+    if out and mend:
+        changes = _only_damaged(changes, state, parts, out, differs=bool(differs))
+        to_removed = _stay_out(sink.name, changes, parts, out, mend) if differs else False
     done = Repaired(
         differs,
         changes,
         sum(size(change.lost) for change in changes),
         sum(size(change.found) for change in changes),
-        stock.surplus,
+        0 if out else stock.surplus,
         stock.rows,
         len(content.files),
         stock.files_read,
         dry_run,
+        damaged=[f"{one.path} {one.why}" for one in damage.damages],
     )
-    if dry_run or not (differs or changes):
+    if out and mend and not to_removed:
+        done.hopeless = _hopeless(changes, state, mend.source, place.endpoint)
+        if any(one.kind != DATA for one in damage.damages) and not (mend.give_up or dry_run):
+            _spare(sink.name, done.hopeless)
+    if dry_run or not (differs or changes or out):
         return done
     for change in changes:
-        name = StreamId(change.gateway, change.stream, change.epoch)
-        stream = state.of(name)
-        for pair in change.lost:
-            stream.covered.take(*pair)
-        stream.covered.update(change.found)
-        stream.filtered = {chunk: stream.filtered[chunk] for chunk in change.filtered}
-        stream.times = stock.times[name] | stream.times
-        for pair in stream.covered:
-            stream.removed.take(*pair)
-        if accept:
-            stream.removed.update(change.lost)
-    state.others = stock.surplus if accept else min(state.others, stock.surplus)
-    state.checked, state.differs = content.at, ""
-    state.listed = None  # the next run lists everything, to find lost rows
-    sink.commit(state.version, StateStore(sink.state()).save(state, state.version), [])
+        _apply(change, state.of(StreamId(*change.name)), stock, to_removed=to_removed)
+    state.others = stock.surplus if mend is None else min(state.others, stock.surplus)
+    if not out:
+        state.checked, state.differs = content.at, ""
+    if state.listed:
+        state.listed = replace(state.listed, full=0)  # the next run lists everything, to find lost rows
+    previous = state.version
+    version = StateStore(sink.state()).save(state, previous)
+    if out:
+        sink.take_out(previous, version, out, standing.at)
+        record(sink, Look())
+    else:
+        sink.commit(previous, version, [])
     done.committed = True
     return done
+
+
+def _apply(change: StreamChange, stream: StreamState, stock: Stock, *, to_removed: bool) -> None:
+    """Give the state of a stream the numbers of the table."""
+    for pair in change.lost:
+        stream.covered.take(*pair)
+    stream.covered.update(change.found)
+    stream.filtered = {chunk: stream.filtered[chunk] for chunk in change.filtered}
+    stream.times = stock.times[StreamId(*change.name)] | stream.times
+    for pair in stream.covered:
+        stream.removed.take(*pair)
+    if to_removed:
+        stream.removed.update(change.lost)
+
+
+def _taken_out(damage: Look, parts: list[Part], mend: _Mend | None) -> set[str]:
+    """Return the files to take out of the table: the damaged, and those whose deletes are no longer known."""
+    if damage.unseen:
+        raise IngestError(f"{damage.unseen[0]}; nothing was done: see that it can be looked at")
+    for one in damage.damages:
+        if mend is None:
+            raise IngestError(
+                f"{one.path} {one.why}; nothing was done: `streambridge ingest repair` comes first"
+            )
+        if one.kind == MANIFEST_LIST:
+            raise IngestError(
+                f"{one.path} {one.why}; nothing was done: without its manifest list nobody knows the files "
+                "of this version. Restore it from the versions of its bucket, or roll the table back"
+            )
+    paths = {one.path for one in damage.damages}
+    for lost in [part for part in parts if part.path in paths]:
+        paths.update(part.path for part in concerned(lost, parts))
+    return paths | {part.path for part in parts if part.of in paths}
+
+
+def _left(
+    sink: Sink, place: StorageLocation, standing: Standing, parts: list[Part], out: set[str]
+) -> Content:
+    """Return what the table has without some files; what is read includes rows that others have deleted."""
+    left = {part.path: part for part in parts if part.kind == DATA and part.path not in out}
+    columns = sink.target().arrow()
+
+    def read(paths: Collection[str]) -> Iterator[pa.Table]:
+        for path in paths:
+            for bucket, key in spellings(path):
+                store = replace(place, url=f"s3://{bucket}" if bucket else "/").open()
+                with suppress(Vanished), stored.undamaged(path):
+                    source = pa.PythonFile(stored.RangedFile(store, key, left[path].size or 0), mode="r")
+                    file = pq.ParquetFile(source, page_checksum_verification=True)
+                    known = stored.named(path, file.schema_arrow, columns, IDENTITY.names)
+                    for batch in file.iter_batches(columns=known, use_threads=False):
+                        yield pa.Table.from_batches([batch]).select(known).rename_columns(IDENTITY.names)
+                    break
+
+    files = [Held(part.path, part.rows, part.bounds) for part in left.values()]
+    return Content(standing.pointer, standing.at, files, read)
+
+
+def _only_damaged(
+    changes: list[StreamChange], state: TableState, parts: list[Part], out: set[str], *, differs: bool
+) -> list[StreamChange]:
+    """Return what is lost with the files that are taken out.
+
+    If the table had the rows of its state, this is all that is absent; otherwise, what these may have had.
+    """
+    gone = [part for part in parts if part.path in out and part.kind in (DATA, MANIFEST)]
+    for change in changes:
+        change.found = []  # deleted rows that are still in a file
+        if differs:
+            may = Ranges()
+            for part in gone:
+                may.update(lacking(state, part, {}).get(StreamId(*change.name), Ranges()))
+            change.lost = [pair for first, last in change.lost for pair in may.common(first, last)]
+    return [change for change in changes if change.lost]
+
+
+def _stay_out(name: str, changes: list[StreamChange], parts: list[Part], out: set[str], mend: _Mend) -> bool:
+    """Return whether the lost numbers stay out of a table that others have changed.
+
+    Raises IngestError if some of them may be those of deleted rows, and nobody has decided.
+    """
+    gone = [part for part in parts if part.path in out and part.kind in (DATA, MANIFEST)]
+    deletes = [
+        part
+        for part in parts
+        if part.kind == DELETES or (part.kind == MANIFEST_OF_DELETES and part.path in out)
+    ]
+    touched = {one.path for part in deletes for one in concerned(part, parts)}
+    clear = not any(
+        part.deletes or part.path in touched or (part.kind == MANIFEST and deletes != []) for part in gone
+    )
+    if clear and sum(part.rows for part in gone) == sum(size(change.lost) for change in changes):
+        return False
+    if mend.deleted is None:
+        raise IngestError(
+            f"{name}: others have deleted rows, perhaps of its damaged files, and nobody has accepted that; "
+            "it cannot be known which, so nothing was done. With --deleted out no row of these files comes "
+            "back, with --deleted back all do"
+        )
+    return mend.deleted == "out"
+
+
+def _spare(name: str, hopeless: list[list[Any]]) -> None:
+    """Raise IngestError if files that are there would go, and no object has their rows."""
+    if hopeless:
+        gateway, stream, _, first, last = hopeless[0]
+        more = f" and {len(hopeless) - 1} more ranges" if len(hopeless) > 1 else ""
+        raise IngestError(
+            f"{name}: no object has {gateway}/{stream} {first}..{last}{more}, and the table would lose files "
+            "that may have them; nothing was done. Restore what is damaged from the versions of its bucket, "
+            "or give them up with --give-up"
+        )
+
+
+def _hopeless(
+    changes: list[StreamChange], state: TableState, source: StorageLocation | None, endpoint: str | None
+) -> list[list[Any]]:
+    """Return the lost numbers that no object has, as [gateway, stream, epoch, first, last]."""
+    if source is None:
+        if state.listed is None:
+            raise BadOption(
+                "--source is missing: s3://bucket/prefix or a directory, to see what objects have"
+            )
+        source = StorageLocation(state.listed.source, endpoint)
+    found: list[list[Any]] = []
+    for change in changes:
+        rest = Ranges(change.lost)
+        for item in Inventory(source.open().under(epoch_prefix(*change.name))).streams.get(
+            StreamId(*change.name), ()
+        ):
+            if (item.key, item.etag) not in state.quarantine:
+                rest.take(item.first, item.last)
+        found += [[*change.name, *pair] for pair in rest]
+    return found
 
 
 def take_stock(content: Content) -> Stock:

@@ -3,9 +3,10 @@
 The job does not use Spark's readers: at one truncated object these either fail the whole query or, configured
 to ignore it, silently return part of it.
 
-Keys are relative to the URL. `put` and `writer` are atomic: a reader sees the whole object or none. Missing
-objects raise `Vanished`; for everything else (network, throttling, credentials) the library's exception is
-raised, and Spark retries the task. A `StorageLocation` travels to the executors; a store does not.
+Keys are relative to the URL. `put`, `create` and `writer` are atomic: a reader sees the whole object or none.
+Missing objects raise `Vanished`; for everything else (network, throttling, credentials) the library's
+exception is raised, and Spark retries the task. A `StorageLocation` travels to the executors; a store does
+not.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class ObjectStore(Protocol):
     def tail(self, key: str, size: int) -> bytes: ...
     def part(self, key: str, start: int, size: int) -> bytes: ...
     def put(self, key: str, data: bytes) -> None: ...
+    def create(self, key: str, data: bytes) -> bool: ...
     def writer(self, key: str) -> Any: ...
     def delete(self, keys: Iterable[str]) -> None: ...
     def sweep(self, prefix: str, label: str, keep: Container[str], before: float = ALWAYS) -> int: ...
@@ -268,6 +270,18 @@ class LocalStore:
         with self.writer(key) as file:
             file.write(data)
 
+    def create(self, key: str, data: bytes) -> bool:
+        """Write a file unless it exists; return whether it was written."""
+        whole = f"{key}.{uuid4().hex}.tmp"
+        self.put(whole, data)
+        try:
+            os.link(self.root / whole, self.root / key)
+        except FileExistsError:
+            return False
+        finally:
+            (self.root / whole).unlink()
+        return True
+
     @contextmanager
     def writer(self, key: str) -> Iterator[BinaryIO]:
         """Open a new object for writing. It appears when the block ends without an error."""
@@ -412,6 +426,18 @@ class S3Store:
 
     def put(self, key: str, data: bytes) -> None:
         self.client.put_object(Bucket=self.bucket, Key=self.prefix + key, Body=data)
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write an object unless it exists; return whether it was written."""
+        from botocore.exceptions import ClientError
+
+        try:
+            self.client.put_object(Bucket=self.bucket, Key=self.prefix + key, Body=data, IfNoneMatch="*")
+        except ClientError as error:
+            if error.response["Error"]["Code"] not in ("PreconditionFailed", "ConditionalRequestConflict"):
+                raise
+            return False
+        return True
 
     @contextmanager
     def writer(self, key: str) -> Iterator[BinaryIO]:

@@ -175,6 +175,28 @@ def test_a_commit_whose_answer_was_lost_is_not_made_twice(table: Open, landing: 
     assert numbers(table()) == list(range(10))
 
 
+def test_files_are_taken_out_with_the_pointer_and_only_of_the_version_that_was_looked_at(
+    table: Open, landing: StorageLocation
+) -> None:
+    first, second = written(table(), landing, 0, 9), written(table(), landing, 10, 19)
+    table().commit(None, 7, first)
+    table().commit(7, 8, second)
+    parts = table().parts()
+    known = list(parts.files)
+    data = [part.path for part in known if part.kind == "data file"]
+    assert (parts.at, parts.total, len(data)) == (table().standing(None, 20).at, 2, 2)
+    assert [part.order() for part in known] == sorted(part.order() for part in known)
+    rest = list(table().parts(known[0].order()).files)
+    assert rest == known[1:]
+    gone = [path for path in data if path.endswith(first[0].path)]
+    table().take_out(8, 9, gone, parts.at)
+    table().take_out(8, 9, gone, parts.at)  # only the answer of the first was lost
+    assert (table().pointer(), table().rows(), numbers(table())) == (9, 10, list(range(10, 20)))
+    with pytest.raises(CommitConflict):
+        table().take_out(9, 10, data, parts.at)
+    assert (table().pointer(), numbers(table())) == (9, list(range(10, 20)))
+
+
 def test_refused_files_are_deleted_and_those_of_the_table_are_kept(
     table: Open, landing: StorageLocation
 ) -> None:

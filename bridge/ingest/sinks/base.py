@@ -104,8 +104,8 @@ class Part(NamedTuple):
 
     `rows` are those that are lost with it, and `bounds` as in `Held`, but of all rows of the file, deleted or
     not. `size` is in bytes, None if the table only says that there are at `least` so many. A delete file that
-    is `of` one data file concerns no other. `day` is "" for files of no one day, and `problem` says why what
-    the file lists could not be read.
+    is `of` one data file concerns no other; `deletes` of its rows are in the log as deleted. `day` is "" for
+    files of no one day, and `problem` says why what the file lists could not be read.
     """
 
     path: str
@@ -117,15 +117,17 @@ class Part(NamedTuple):
     of: str = ""
     least: int = 0
     problem: str = ""
+    deletes: int = 0
 
     def order(self) -> tuple[str, str]:
         return self.day, self.path
 
 
 class Parts(NamedTuple):
-    """How many files a version of the table references, about; its place; and the files by day and path."""
+    """The files, by day and path, that the version `at` of a table references: `total` of them, about."""
 
-    count: int
+    at: str
+    total: int
     place: StorageLocation
     files: Iterator[Part]
 
@@ -180,6 +182,12 @@ class Sink(Protocol):
 
     def parts(self, after: tuple[str, str] = ("", "")) -> Parts:
         """Return the files that the table references, only those after a day and path."""
+
+    def take_out(self, previous: int | None, version: int, paths: Collection[str], at: str) -> None:
+        """Take files out of the version `at` of the table and point to `version`, in one commit.
+
+        The paths are those of `parts`. Raises CommitConflict if the table has changed.
+        """
 
     def replace(self, removed: Sequence[LiveFile], added: Sequence[DataFile]) -> None:
         """Replace files by others in one commit; the state stays the same. Raises CommitConflict.

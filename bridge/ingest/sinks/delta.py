@@ -43,7 +43,7 @@ from bridge.ingest.sinks.base import (
     state_of,
 )
 from bridge.ingest.sinks.due import SMALL, due
-from bridge.ingest.sinks.vectors import FRAME, file_of, vectors
+from bridge.ingest.sinks.vectors import FRAME, file_of, read_vectors
 from bridge.ingest.store import StorageLocation, table_folder
 from bridge.ingest.stored import RangedFile, footer, undamaged
 
@@ -181,7 +181,9 @@ class DeltaSink:
         for action in found:
             action["path"] = unquote(action["path"])
             if action.get("num_records") is None:  # another engine wrote it without statistics
-                action["num_records"] = footer(self.location.open(), action["path"]).num_rows
+                action["num_records"] = 0
+                with suppress(Vanished):
+                    action["num_records"] = footer(self.location.open(), action["path"]).num_rows
         return found
 
     def rows(self) -> int:
@@ -193,23 +195,27 @@ class DeltaSink:
         return sum(int(action["num_records"]) for action in self._actions(table)) - deleted
 
     def _vectors(self, table: DeltaTable) -> dict[str, dict[str, Any]]:
-        return vectors(self.location.open(), table.version()) if _has_vectors(table) else {}
+        return read_vectors(self.location.open(), table.version()) if _has_vectors(table) else {}
 
     def parts(self, after: tuple[str, str] = ("", "")) -> Parts:
         table = self._made()
-        found = []
+        found, vectors = [], self._vectors(table)
         for action in pa.table(table.get_add_actions(flatten=True)).to_pylist():
             path, day = unquote(action["path"]), str(action.get(f"partition.{PARTITION}") or "")
-            rows = action.get("num_records") or 0
-            found.append(Part(self._full(path), DATA, action["size_bytes"], rows, day, _bounds(action)))
+            rows, size = action.get("num_records") or 0, action["size_bytes"]
+            deletes = int(vectors.get(path, {}).get("cardinality", 0))
+            part = Part(self._full(path), DATA, size, rows, day, _bounds(action), deletes=deletes)
+            found.append(part)
         days = {part.path: part.day for part in found}
-        for path, vector in self._vectors(table).items():
+        for path, vector in vectors.items():
             if (name := file_of(vector)) is not None:
                 of = self._full(path)
                 least = vector.get("offset", 0) + vector["sizeInBytes"] + FRAME
                 found.append(Part(self._full(name), DELETES, None, 0, days.get(of, ""), None, of, least))
         found.sort(key=Part.order)
-        return Parts(len(found), self.location, (part for part in found if part.order() > after))
+        return Parts(
+            str(table.version()), len(found), self.location, (part for part in found if part.order() > after)
+        )
 
     def _full(self, path: str) -> str:
         """Return a path in full: those below the table's folder are relative to it."""
@@ -276,6 +282,33 @@ class DeltaSink:
 
         pointer = table.transaction_version(APPLICATION)
         return Content(pointer, str(table.version()), files, read)
+
+    def take_out(self, previous: int | None, version: int, paths: Collection[str], at: str) -> None:
+        """As in `Sink`. Written here: what delta-rs removes keeps its deletion vector, and so stays."""
+        table = self._made()
+        if table.transaction_version(APPLICATION) == version:
+            return
+        self._check(table)
+        if table.metadata().configuration.get("delta.appendOnly") == "true":
+            raise IngestError(
+                f"{self.name}: it is append-only, so no file was taken out; unset delta.appendOnly"
+            )
+        vectors, now = self._vectors(table), time.time_ns() // 1_000_000
+        actions: list[dict[str, Any]] = [{"commitInfo": {"timestamp": now, "operation": "FSCK"}}]
+        for action in pa.table(table.get_add_actions(flatten=True)).to_pylist():
+            if self._full(path := unquote(action["path"])) in paths:
+                day = str(action[f"partition.{PARTITION}"])
+                gone = {"path": action["path"], "deletionTimestamp": now, "dataChange": True}
+                gone |= {"extendedFileMetadata": True, "partitionValues": {PARTITION: day}}
+                gone |= {"size": action["size_bytes"]}
+                gone |= {"deletionVector": vectors[path]} if path in vectors else {}
+                actions.append({"remove": gone})
+        actions.append({"txn": {"appId": APPLICATION, "version": version, "lastUpdated": now}})
+        log = "".join(f"{json.dumps(action)}\n" for action in actions).encode()
+        name = f"_delta_log/{table.version() + 1:020d}.json"
+        is_new = str(table.version()) == at and self.location.open().create(name, log)
+        if not is_new and self.pointer() != version:
+            raise CommitConflict(f"{self.name}: it was changed meanwhile")
 
     def replace(self, removed: Sequence[LiveFile], added: Sequence[DataFile]) -> None:
         table = self._made()

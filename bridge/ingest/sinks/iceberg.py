@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, date, datetime, timedelta
 from itertools import count
@@ -59,7 +59,7 @@ from bridge.ingest.sinks.history import (
     sweep,
     unfinished,
 )
-from bridge.ingest.sinks.iceberg_files import daily, parts
+from bridge.ingest.sinks.iceberg_files import Without, daily, parts
 from bridge.ingest.sinks.snapshots import (
     POINTER,
     ancestry,
@@ -266,8 +266,11 @@ class IcebergSink:
                 delete(table, [snapshot.manifest_list for snapshot in gone], self._store(table))
                 return
 
+    def _place(self, table: Table) -> StorageLocation:
+        return StorageLocation(table.location(), self.endpoint)
+
     def _store(self, table: Table) -> ObjectStore:
-        return StorageLocation(table.location(), self.endpoint).open()
+        return self._place(table).open()
 
     def files(self) -> list[LiveFile]:
         table = self.table()
@@ -297,8 +300,24 @@ class IcebergSink:
 
     def parts(self, after: tuple[str, str] = ("", "")) -> Parts:
         table = self._made()
-        place = StorageLocation(table.location(), self.endpoint)
-        return Parts(counted_files(table), place, parts(table, after))
+        return Parts(current_id(table), counted_files(table), self._place(table), parts(table, after))
+
+    def take_out(self, previous: int | None, version: int, paths: Collection[str], at: str) -> None:
+        table = self._ready(self._made())
+        if self._pointer(table) == version:
+            return
+        if current_id(table) != at:
+            raise CommitConflict(f"{self.name}: it was changed meanwhile")
+        pointer = {POINTER: str(version)}
+        try:
+            with table.transaction() as change:
+                taking = Without(Operation.OVERWRITE, change, table.io, snapshot_properties=pointer)
+                taking.gone = paths
+                once(taking).commit()
+                change.set_properties(pointer)
+        except CommitFailedException as error:
+            if self.pointer() != version:
+                raise CommitConflict(f"{self.name}: another writer committed first") from error
 
     def replace(self, removed: Sequence[LiveFile], added: Sequence[DataFile]) -> None:
         """Replace files by others in one commit; the state stays the same. Raises CommitConflict."""

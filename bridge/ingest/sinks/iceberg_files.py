@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, timedelta
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pyiceberg.manifest import (
     DataFileContent,
@@ -57,11 +58,13 @@ def parts(table: Table, after: tuple[str, str]) -> Iterator[Part]:
     if snapshot is None:
         return
     try:
-        manifests = sorted(read_manifest_list(table.io.new_input(snapshot.manifest_list)), key=_order(table))
+        manifests = sorted(
+            read_manifest_list(table.io.new_input(snapshot.manifest_list)), key=partial(_order, table)
+        )
     except Exception as error:  # of the library, depending on what is damaged
-        yield Part(snapshot.manifest_list, MANIFEST_LIST, None, 1, problem=line(error))
+        yield Part(snapshot.manifest_list, MANIFEST_LIST, None, problem=line(error))
         return
-    listed = [Part(snapshot.manifest_list, MANIFEST_LIST, None, 1), *map(_manifest, manifests)]
+    listed = [Part(snapshot.manifest_list, MANIFEST_LIST, None), *map(_manifest, manifests)]
     yield from sorted((part for part in listed if part.order() > after), key=Part.order)
     waiting: list[Part] = []
     for at, manifest in enumerate(manifests):
@@ -76,8 +79,8 @@ def parts(table: Table, after: tuple[str, str]) -> Iterator[Part]:
         yield from sorted((part for part in ready if part.order() > after), key=Part.order)
 
 
-def _order(table: Table) -> Any:
-    return lambda manifest: (_days(table, manifest), manifest.manifest_path)
+def _order(table: Table, manifest: ManifestFile) -> tuple[tuple[str, str], str]:
+    return _days(table, manifest), manifest.manifest_path
 
 
 def _days(table: Table, manifest: ManifestFile) -> tuple[str, str]:

@@ -29,7 +29,7 @@ DIGITS = str.maketrans(  # of ZeroMQ to Python's
 )
 
 
-def vectors(store: ObjectStore, version: int) -> dict[str, dict[str, Any]]:
+def read_vectors(store: ObjectStore, version: int) -> dict[str, dict[str, Any]]:
     """Return the vectors of a version of the table at `store`, by the path of the data file."""
     found: dict[str, dict[str, Any]] = {}
     seen: set[str] = set()
