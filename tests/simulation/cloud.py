@@ -310,10 +310,22 @@ class CloudCheck:
         self.rows = 0
         self.numbers: dict[StreamId, Ranges] = {}  # that are in the table
         self._files: dict[str, Counter[Row]] = {}
+        self._vanished: set[str] = set()  # keys of files of the table
+
+    def vanish(self, path: str) -> list[Row]:
+        """Somebody deletes a data file of the table; returns its rows, which are to come back."""
+        key = f"{self.the_table.name}/{path}"
+        self._vanished.add(key)
+        self.the_table.bucket.remove(key)
+        rows = list(self._files.pop(path))
+        for *name, number in rows:
+            self.numbers[StreamId(*name)].take(number, number)
+        self.rows -= len(rows)
+        return rows
 
     def table(self) -> None:
         """Every row was appended, with its payload, and is there once; no row has gone; so says the state."""
-        if gone := self.the_table.needed() - self.the_table.bucket.objects.keys():
+        if gone := self.the_table.needed() - self.the_table.bucket.objects.keys() - self._vanished:
             raise CloudError(f"{min(gone)} is used by the table, and has gone")
         now = {file.path: file for file in self.the_table.now.files}
         removed = [self._files.pop(path) for path in self._files.keys() - now.keys()]
@@ -430,7 +442,17 @@ class CloudCheck:
         if report.complete:
             for stream, claim in claims.items():
                 self._complete(stream, claim)
-        elif report.streams and not any(map(report.total, ("missing", "quarantined", "unreadable"))):
+        elif report.files.damages:
+            raise CloudError(
+                f"a run says of files that they are damaged, and nobody has: {report.files.damages}"
+            )
+        elif (
+            report.streams
+            and not any(map(report.total, ("missing", "quarantined", "unreadable")))
+            and (
+                not report.files.unseen  # a request has failed
+            )
+        ):
             raise CloudError("a run says that something is missing, and not what")
 
     def _all_is_said(self, stream: StreamId, claim: _Claim, holes: Sequence[Hole]) -> None:

@@ -40,7 +40,7 @@ from bridge.ingest.sinks.base import Compacted, LiveFile
 from bridge.ingest.sinks.compact import merge
 from bridge.ingest.sinks.due import bins
 from bridge.ingest.sinks.iceberg import IcebergSink
-from bridge.ingest.store import ObjectStore, StorageLocation
+from bridge.ingest.store import StorageLocation
 
 from .bucket import At, Bucket, BucketStore, nowhere
 from .table import LostAnswer, Version, check_bounds
@@ -143,20 +143,20 @@ class OpenIceberg(IcebergSink):
         super().__init__(_Catalog(table, at), table.name, f"s3://{table.bucket.name}/state")
         self.memory, self.at = table, at
 
-    def _place(self, location: StorageLocation) -> Any:
+    def _in_memory(self, location: StorageLocation) -> Any:
         return self.memory.bucket.place(urlparse(location.url).path.strip("/"), self.at)
 
     def state(self) -> StorageLocation:
-        place: StorageLocation = self._place(super().state())
+        place: StorageLocation = self._in_memory(super().state())
         return place
 
     def layout(self, needed: pa.Schema) -> Target:
         target = super().layout(needed)
-        return replace(target, location=self._place(target.location))
+        return replace(target, location=self._in_memory(target.location))
 
-    def _store(self, table: TableOfIceberg) -> ObjectStore:
-        store: ObjectStore = self._place(StorageLocation(table.location())).open()
-        return store
+    def _place(self, table: TableOfIceberg) -> StorageLocation:
+        place: StorageLocation = self._in_memory(super()._place(table))
+        return place
 
     def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
         for file in files:

@@ -7,15 +7,19 @@ where a run begins to do something else: enough for messages to come, to be uplo
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.types import StructType
 
+from bridge.ingest.planner import StreamId
+from bridge.ingest.repair import repair
 from bridge.ingest.source import ObjectReader
 from bridge.ingest.state import load_state
 from bridge.ingest.upkeep import accept, prune
 from bridge.objectkeys import parse_key, report_key
+from bridge.ranges import Ranges
 
 from .cloud import CloudCheck, CloudError, Ended, RunFaults, absent, ingest_run, tend
 from .query import Query
@@ -182,11 +186,13 @@ class LakeChecks:
             return
         days = 1 if self._running else 0
         try:
-            match self._random.randrange(3):
+            match self._random.randrange(3 if self._running else 4):
                 case 0:
                     self._work(lambda place, sink, tasks: sink.compact(tasks))
                 case 1:
                     self._work(lambda place, sink, tasks: sink.expire(days))
+                case 3:
+                    self._vanish()
                 case _:
                     self._prune()
             self.cloud.table()
@@ -195,6 +201,31 @@ class LakeChecks:
 
     def _work(self, work: Callable[[Any, Any, Any], Any]) -> None:
         tend(self.world.bucket, self.world.table, self._random, RunFaults(killed=0.01, failed=0.002), work)
+
+    def _vanish(self) -> None:
+        """A data file of the table vanishes: a run says so, and a repair and a run bring its rows back once.
+
+        Not if an object that the state relies on has gone or is harmed: what was in it cannot come back.
+        """
+        world, files = self.world, self.world.table.now.files
+        self.cloud.table()
+        there: dict[StreamId, Ranges] = defaultdict(Ranges)
+        for name in map(parse_key, set(world.bucket.keys) - world.bucket.harmed):
+            if name is not None:
+                there[StreamId.of(name)].add(name.first, name.last)
+        known = load_state(self._sink()).covered()
+        if not files or any(there[name].missing(*pair) for name, pairs in known.items() for pair in pairs):
+            return
+        self.cloud.vanish(self._random.choice(files).path)
+        ended = ingest_run(world.bucket, world.table, self._random)
+        if ended.summary is None or ended.summary.report.complete or not ended.summary.report.files.damages:
+            self._checks.broken("a file of the table has vanished, and a run says nothing of it")
+        source = world.bucket.place()
+        while repair(self._sink(), source, dry_run=True).damaged:
+            self._work(lambda place, sink, tasks: repair(sink, place, dry_run=False))
+        self.cloud.table()
+        again = ingest_run(world.bucket, world.table, self._random)
+        self._is_right(again, alone=True)
 
     def _prune(self) -> None:
         bucket = self.world.bucket

@@ -6,7 +6,7 @@ objects of a bucket. Each commit makes a version: its files and its pointer, vis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
@@ -19,7 +19,18 @@ import pyarrow.parquet as pq
 from bridge.ingest.columns import IDENTITY, MESSAGES, shaped
 from bridge.ingest.errors import CommitConflict
 from bridge.ingest.files import STATISTICS, DataFile, DayFiles, Target, labelled, sweep_on_error
-from bridge.ingest.sinks.base import Compacted, Content, Difference, Held, LiveFile, Standing, absent
+from bridge.ingest.sinks.base import (
+    DATA,
+    Compacted,
+    Content,
+    Difference,
+    Held,
+    LiveFile,
+    Part,
+    Parts,
+    Standing,
+    absent,
+)
 
 from .bucket import At, Bucket, Place, nowhere
 
@@ -147,6 +158,37 @@ class TableSink:
 
     def rows(self) -> int:
         return sum(file.rows for file in self.memory.now.files)
+
+    def parts(self, after: tuple[str, str] = ("", "")) -> Parts:
+        self.at("parts")
+        files = self.memory.now.files
+        found = [
+            Part(f"{self._place().url}/{file.path}", DATA, file.size, file.rows, file.day) for file in files
+        ]
+        found.sort(key=Part.order)
+        return Parts(
+            str(self.memory.commits),
+            len(files),
+            self._place(),
+            (part for part in found if part.order() > after),
+        )
+
+    def take_out(self, previous: int | None, version: int, paths: Collection[str], at: str) -> None:
+        """Take files out, as `commit` adds them."""
+        self.at("commit")
+        self._take_out(version, paths, at)
+        try:
+            self.at("committed")
+        except LostAnswer:
+            self.at("commit again")
+            self._take_out(version, paths, at)
+
+    def _take_out(self, version: int, paths: Collection[str], at: str) -> None:
+        if self.memory.now.pointer != version:
+            if at != str(self.memory.commits):
+                raise CommitConflict(f"{self.name}: it was changed meanwhile")
+            url = self._place().url
+            self.add(version, [f for f in self.memory.now.files if f"{url}/{f.path}" not in paths], [])
 
     def standing(self, since: str | None, expected: int) -> Standing:
         """Only runs change this table, and compaction, which keeps the rows."""
