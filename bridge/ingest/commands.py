@@ -14,12 +14,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
 from bridge.ingest.console import (
+    EXIT_DAMAGED,
     EXIT_DIFFERS,
+    EXIT_ELSEWHERE,
     EXIT_LATE,
     EXIT_MISSING,
     EXIT_NOTHING,
@@ -61,7 +63,9 @@ app = typer.Typer(
     epilog="Exit codes: 0 complete, 1 failed, 2 options or installation, 3 numbers missing, "
     "4 numbers only in quarantined or unreadable objects (refine: rejects), "
     "5 other runs always committed first, 6 nothing found or no such table, "
-    "7 others have changed the table, 8 the newest row is too old (alarm), 143 stopped by SIGTERM.",
+    "7 others have changed the table, 8 the newest row is too old (alarm), "
+    "9 files of the table are gone or damaged, 10 the source has nothing of what the table has, "
+    "143 stopped by SIGTERM.",
     no_args_is_help=True,
     rich_markup_mode=None,  # markup would swallow a default in []
     pretty_exceptions_enable=False,
@@ -100,6 +104,9 @@ def ingest(
             help="List all objects if the last full listing is this long ago; 0: in every run.",
         ),
     ] = DAY / 3600,
+    new_source: Annotated[
+        bool, typer.Option("--new-source", help="Begin with a source that has none of the table's gateways.")
+    ] = False,
     notifications: Annotated[
         str | None,
         typer.Option("--notifications", metavar="URL", help="SQS queue with the bucket's notifications."),
@@ -159,6 +166,7 @@ def ingest(
                     retry_quarantined=retry_quarantined,
                     full_every=full_listing_every * 3600,
                     notifications=queue,
+                    new_source=new_source,
                 )
                 if metrics:
                     metrics.succeeded(summary)
@@ -197,6 +205,9 @@ def report(
     full_listing: Annotated[
         bool, typer.Option("--full-listing", help="List all objects, not only possibly new ones.")
     ] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Compare all files of the table with what is there, by listing.")
+    ] = False,
     html: Annotated[
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write a page about the fleet, for a browser."),
@@ -211,7 +222,7 @@ def report(
         sink = open_existing(where)
         from bridge.ingest.report import survey
 
-        _, found = survey(location, sink, 0 if full_listing else DAY)
+        _, found = survey(location, sink, 0 if full_listing else DAY, deep=deep)
         if html is not None:
             from bridge.ingest.fleet import write_page
 
@@ -260,11 +271,24 @@ def repair(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Change nothing; print what the table has lost.")
     ] = False,
+    source: Annotated[
+        str | None,
+        typer.Option("--source", help="Where the gateways export to, for lost files [that of the last run]."),
+    ] = None,
+    deleted: Annotated[
+        Literal["out", "back"] | None,
+        typer.Option("--deleted", help="The rows of lost files of which others had deleted unknown ones."),
+    ] = None,
+    give_up: Annotated[
+        bool, typer.Option("--give-up", help="Take files out although no object has the rows of all.")
+    ] = False,
     where: TableOptions,
     as_json: Json = False,
 ) -> None:
     """Adapt the state to a table that others have changed; the next run ingests lost rows.
 
+    Compares all files of the table with what is there, takes out those that are gone or have another size,
+    and says which of their rows no object has.
     Reads the statistics of the data files and, where these are not conclusive, the columns that identify a
     message.
     Needs no Spark.
@@ -273,7 +297,8 @@ def repair(
         require("pyarrow")
         from bridge.ingest.repair import repair as go
 
-        done = go(open_existing(where), dry_run=dry_run)
+        place = _landing(source, where.endpoint) if source else None
+        done = go(open_existing(where), place, dry_run=dry_run, deleted=deleted, give_up=give_up)
         again = (
             "the next run takes them again"
             if done.committed
@@ -492,6 +517,11 @@ def write_package(folder: Path) -> list[Path]:
 
 def _settled(done: Repaired, fate: str) -> Iterator[str]:
     """Describe what repair or accept has found; `fate` is what becomes of lost numbers."""
+    verb = "taken out of the table" if done.committed else "would be taken out of the table"
+    yield from (f"{one}: {verb}" for one in done.damaged)
+    for gateway, stream, _, first, last in done.hopeless:
+        count = last - first + 1
+        yield f"{gateway}/{stream} {first}..{last} ({count:,}): no object has it: it cannot be brought back"
     for change in done.streams:
         for what, pairs in ((f"lost, {fate}", change.lost), ("only in the table so far", change.found)):
             for first, last in pairs[:SHOWN]:
@@ -502,7 +532,7 @@ def _settled(done: Repaired, fate: str) -> Iterator[str]:
         more = "are in the table more than once, or are no messages; no repair removes them"
         yield f"{done.surplus:,} rows {more}"
     verb = "the state is now that of the table" if done.committed else "nothing was changed"
-    if not done.differs and not done.streams:
+    if not done.differs and not done.streams and not done.damaged:
         verb = "the table has the rows of its state; nothing to do"
     yield f"{done.rows:,} rows in {done.files:,} files, of which {done.files_read:,} were read: {verb}"
 
@@ -521,9 +551,10 @@ def _repeat(once: Callable[[], Report], every: float, source: str, failed: Calla
                 if not report.streams and not reported:
                     log(f"streambridge ingest: nothing found under {source} yet: {_NOTHING}")
                     reported = True
-                if report.differs and not differed:
+                wrong = report.differs or not report.files.whole
+                if wrong and not differed:
                     log("\n".join(f"streambridge ingest: {problem}" for problem in report.problems))
-                differed = report.differs
+                differed = wrong
             except Exception as error:
                 reason = str(error) if isinstance(error, CommitConflict) else external_reason(error)
                 if reason is None:
@@ -555,6 +586,10 @@ def _finish(report: Report, source: str, out: TextIO | None, *, streams: bool = 
         from bridge.ingest.render import show
 
         show(report, Console(file=out, width=None if out.isatty() else 160), streams=streams)
+    if report.elsewhere:
+        raise typer.Exit(EXIT_ELSEWHERE)
+    if not report.files.whole:
+        raise typer.Exit(EXIT_DAMAGED)
     if report.differs:
         raise typer.Exit(EXIT_DIFFERS)
     if report.total("missing"):

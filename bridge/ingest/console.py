@@ -10,6 +10,8 @@
 6  nothing was found: no object under --source, and none in the table; or there is no such table
 7  others have changed the table: it may not have the rows of its state; everything else was committed
 8  `alarm`: the newest row is too old
+9  files of the table are gone, have another size or cannot be looked at; everything else was committed
+10 the source has nothing of what the table has: the prefix is wrong; nothing was done
 143  SIGTERM stopped the run before it was done; a run with --every exits with 0
 """
 
@@ -33,6 +35,8 @@ EXIT_QUARANTINED = 4
 EXIT_NOTHING = 6
 EXIT_DIFFERS = 7
 EXIT_LATE = 8
+EXIT_DAMAGED = 9
+EXIT_ELSEWHERE = 10
 EXIT_STOPPED = 143
 
 # top-level modules of the libraries; deltalake has two

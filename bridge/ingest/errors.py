@@ -50,6 +50,12 @@ class StateMissing(IngestError):
     """Raised when the table's state document is missing or damaged; to continue would store rows twice."""
 
 
+class WrongSource(IngestError):
+    """Raised when the source has nothing of what the table has; to go on would call the table complete."""
+
+    exit_code = 10
+
+
 class CommitConflict(IngestError):
     """Raised when another run committed to the table after this run had planned; nothing was added."""
 

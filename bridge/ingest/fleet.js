@@ -138,28 +138,32 @@ function heads(id, names) {
   }));
 }
 
-function tile(name, value, more) {
+function tile(name, value, more, bad) {
   const box = make("div");
+  if (bad) box.dataset.level = "bad";
   box.append(make("dt", name), make("dd", value));
   if (more) box.append(make("dd", more));
   at("tiles").append(box);
 }
 
 const total = (key) => gateways.reduce((sum, one) => sum + one[key], 0);
-const having = (key) => `at ${count(gateways.filter((one) => one[key] > 0).length)} gateways`;
+const having = (...keys) => `at ${count(gateways.filter((one) => keys.some((key) => one[key] > 0)).length)} gateways`;
+const unread = total("quarantined") + total("unreadable");
 document.title = `Fleet of ${data.table}`;
 at("table").textContent = data.table;
-at("about").textContent = `As of ${time(data.made)} UTC; all objects listed at ${time(data.full)} UTC`;
+at("about").textContent = `As of ${time(data.made)} UTC; all objects listed at ${time(data.full)} UTC; ` +
+  (data.files === null ? "files of the table never compared" : `all files of the table compared since ${time(data.files)} UTC`);
 at("state").textContent = data.complete ? "Complete" : "Not complete";
 at("state").dataset.level = data.complete ? "good" : "bad";
 at("notices").append(...data.problems.map((problem) => make("li", problem)));
 const versions = new Map();
 for (const { version } of gateways) versions.set(version, (versions.get(version) || 0) + 1);
 const common = [...versions].sort((a, b) => b[1] - a[1]);
-tile("Gateways", count(gateways.length), `${count(gateways.filter((one) => one.reported === null).length)} without a report`);
+tile("Gateways", count(gateways.length), `${count(gateways.filter((one) => one.reported === null).length)} without a report`, !gateways.length);
+tile("Table", ...data.state);
 tile("Newest row", age(gateways.reduce((newest, one) => Math.max(newest, one.newest || 0), 0) || null), `${count(total("rows"))} rows`);
-tile("Missing", count(total("missing")), having("missing"));
-tile("Quarantined or unreadable", count(total("quarantined") + total("unreadable")), having("quarantined"));
+tile("Missing", count(total("missing")), having("missing"), total("missing") > 0);
+tile("Quarantined or unreadable", count(unread), having("quarantined", "unreadable"), unread > 0);
 tile("Waiting", count(total("waiting")), having("waiting"));
 tile("Versions", count(versions.size), common.slice(0, 4).map(([name, many]) => `${name || "unknown"}: ${count(many)}`).join(", "));
 at("version").append(...common.filter(([name]) => name).map(([name]) => make("option", name)));

@@ -4,6 +4,9 @@ The file has everything in it, and its policy allows it to load nothing. The fig
 the page; its script keeps one page of rows in the document, so 10,000 gateways are as quick as ten. Names
 come from gateways, and are shown as text only.
 
+The page is not complete if and only if a tile is marked as bad: the tile "Table" says what is wrong with the
+table itself, `state` [what, more, whether anything is].
+
 The document has `gateways`: [[id, version, ms of the report or null, streams]]; a stream is
 [name, epoch, first, last, rows, ms of the newest row or null, missing, quarantined, unreadable, waiting,
 trimmed, duplicates, late rows, ranges, number of ranges left out], and a range is
@@ -65,6 +68,8 @@ def document(report: Report) -> dict[str, Any]:
         "made": report.made_ms,
         "full": report.full_ms,
         "complete": report.complete,
+        "files": report.files.full,
+        "state": _condition(report),
         "problems": [printable(problem) for problem in report.problems],
         "kinds": KINDS,
         "gateways": [
@@ -77,6 +82,19 @@ def document(report: Report) -> dict[str, Any]:
             for gateway, own in streams.items()
         ],
     }
+
+
+def _condition(report: Report) -> tuple[str, str, bool]:
+    """Return what is wrong with the table itself in short, more of it, and whether anything is."""
+    damaged, unseen = len(report.files.damages), len(report.files.unseen)
+    found = {
+        "not of this source": report.elsewhere,
+        f"{damaged:,} files damaged": damaged,
+        f"{unseen:,} files unseen": unseen,
+        "changed by others": report.differs,
+    }
+    first, *others = [what for what, holds in found.items() if holds] or ["as recorded"]
+    return first, ", ".join(others), any(found.values())
 
 
 def _stream(stream: StreamReport) -> list[Any]:

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from bridge.ingest.columns import MAX_EXTRAS
-from bridge.ingest.errors import CommitConflict, IngestError, StateMissing
+from bridge.ingest.errors import CommitConflict, IngestError, StateMissing, WrongSource
 from bridge.ingest.files import DataFile, Target, labelled, sweep, sweep_on_error
+from bridge.ingest.intact import share
 from bridge.ingest.listing import DAY, Listing, look_around
 from bridge.ingest.planner import Item, Plan, RoundLimits, StreamId, Work, grouped, plan
-from bridge.ingest.report import Name, Report, build
+from bridge.ingest.report import Name, Report, build, lacking_source
 from bridge.ingest.sinks.base import Compacted, Sink, tidied
 from bridge.ingest.state import Piece, Quarantined, StateStore, TableState, load_state
 from bridge.ingest.store import StorageLocation
@@ -101,6 +102,7 @@ def run(
     retry_quarantined: bool = False,
     full_every: float = DAY,
     notifications: Notifications | None = None,
+    new_source: bool = False,
 ) -> Summary:
     """`ingest` with tasks in Spark. `spark` may be a function that opens the session."""
 
@@ -116,6 +118,7 @@ def run(
         retry_quarantined=retry_quarantined,
         full_every=full_every,
         notifications=notifications,
+        new_source=new_source,
     )
 
 
@@ -129,6 +132,7 @@ def ingest(
     retry_quarantined: bool = False,
     full_every: float = DAY,
     notifications: Notifications | None = None,
+    new_source: bool = False,
     clock: Callable[[], int] = time.time_ns,
 ) -> Summary:
     """Bring the table up to date with the objects under `source`; calls `on_round` after every round.
@@ -137,13 +141,15 @@ def ingest(
     were deleted since are forgotten. `tasks` is called for every round, and not if there is nothing new;
     `clock` gives the Unix time in ns. Everything is listed if the last full listing is `full_every` seconds
     old (see `listing`), and otherwise nothing that `notifications` name.
-    Raises IngestError, also for a table with rows of which no run knows; CommitConflict after five rounds in
-    a row that lost against other runs, and whatever the tasks and the libraries raise.
+    Raises WrongSource if the source has nothing of what the table has, unless it is a `new_source`;
+    IngestError, also for a table with rows of which no run knows; CommitConflict after five rounds in a row
+    that lost against other runs, and whatever the tasks and the libraries raise.
     """
     began = time.monotonic()
-    listing = look_around(
-        source.open(), source.url, load_state(sink), clock() // 1_000_000, full_every, notifications
-    )
+    before = load_state(sink)
+    listing = look_around(source.open(), source.url, before, clock() // 1_000_000, full_every, notifications)
+    if not new_source and (wrong := lacking_source(before, listing)):
+        raise WrongSource(f"{wrong}; nothing was done")
     inventory = listing.inventory
     listed = time.monotonic() - began
     states: StateStore | None = None
@@ -227,6 +233,7 @@ def ingest(
         kept = listing.written is not None and state.listed == listing.written
         notifications.done({key for key, _ in unreadable}, recorded=kept)
     compacted = tidied(tasks, sink) if rounds else Compacted()
+    files = share(sink, state, clock() // 1_000_000) if state.version is not None else None
     return Summary(
         rounds,
         rows=sum(done.rows for done in rounds),
@@ -246,6 +253,7 @@ def ingest(
             unreadable,
             standing.changes,
             listing,
+            files,
         ),
         compacted=compacted,
     )

@@ -21,8 +21,8 @@ report), foreign keys, and duplicates.
 
 What the next run needs is in the state: `Listed` for all, and `absent`, `open` and `duplicates` of a stream.
 A commit writes it when everything that was listed is settled; one that leaves objects to a later round keeps
-the older record, and the next run finds the same new objects again. `repair` removes it, and so does another
-`--source`: the next listing is full.
+the older record, and the next run finds the same new objects again. After `repair`, and with another
+`--source`, the next listing is full.
 """
 
 from __future__ import annotations

@@ -80,6 +80,11 @@ def _of(report: Report) -> Iterator[str]:
     """Yield the lines of a report."""
     yield from _gauge("complete", "Whether the report is complete", int(report.complete))
     yield from _gauge("table_differs", "Whether others have changed the table", int(report.differs))
+    files = report.files
+    yield from _gauge("damaged_files", "Files that are gone or damaged", len(files.damages + files.unseen))
+    if files.full is not None:
+        text = "When all files of the table were compared with what is there"
+        yield from _gauge("files_compared_timestamp_seconds", text, files.full / 1000)
     yield from _gauge("table_rows", "Rows of the table", report.total("rows"))
     kinds: dict[str, float] = {f'{{kind="{kind}"}}': report.total(kind) for kind in KINDS}
     yield from _metric("absent_numbers", "Numbers that are not in the table", "gauge", kinds)

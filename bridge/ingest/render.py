@@ -160,8 +160,15 @@ def _details(report: Report) -> Iterator[str]:
         yield f"note: {REMEDY}"
     if not report.in_full:
         yield f"last full listing: {iso(report.full_ms)}; what is newer is known from the gateway reports"
+    if report.files.full is None:
+        yield "files: never yet compared with what is there; --deep compares them now"
+    else:
+        old = age((report.made_ms - report.files.full) / 1000)
+        yield f"files: all compared with what is there since {iso(report.files.full)}, {old} ago"
     verdict = "complete" if report.complete else "NOT complete"
     figures = ", ".join(f"{name} {report.total(name):,}" for name in REMARKS[:5])
     if report.differs:
         figures += "; but others have changed the table (see the notes)"
+    if report.files.damages:
+        figures += f"; but {len(report.files.damages):,} files are damaged (see the notes)"
     yield f"{verdict}: {report.total('rows'):,} rows, {figures}"

@@ -36,9 +36,10 @@ import shlex
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from bridge.ingest import intact
 from bridge.ingest.gateway_reports import GatewayReports, ReportedStream
 from bridge.ingest.listing import DAY, Listing, look_around
 from bridge.ingest.numbers import within
@@ -146,18 +147,21 @@ class Report:
     in_full: bool = True  # this report is made from a full listing
     made_ms: int = 0  # Unix time
     versions: dict[str, str] = field(default_factory=dict)  # of the gateways that have reported theirs
+    files: intact.Look = field(default_factory=intact.Look)  # what is known of the table's files
+    elsewhere: bool = False  # the source has nothing of what the table has
 
     def total(self, figure: str) -> int:
         return sum(getattr(stream, figure) for stream in self.streams)
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is missing, and the table has the rows of its state.
+        """Whether nothing is missing, and the table has the rows of its state in files that are there.
 
         A report without any stream proves nothing and is not complete.
         """
         missing = any(map(self.total, ("missing", "quarantined", "unreadable")))
-        return bool(self.streams) and not missing and not self.differs
+        right = not self.differs and not self.elsewhere and self.files.whole
+        return bool(self.streams) and not missing and right
 
     def to_json(self) -> dict[str, Any]:
         figures = ("rows", *KINDS, "duplicates", "late_objects", "late_rows")
@@ -171,20 +175,32 @@ class Report:
             "unreadable_objects": self.unreadable,
             "foreign_objects": {"count": self.foreign_count, "first": self.foreign[:20]},
             "full_listing": iso(self.full_ms),
+            "files": {
+                "compared": iso(self.files.full),
+                "damaged": [asdict(damage) | {"why": damage.why} for damage in self.files.damages],
+                "unseen": self.files.unseen,
+            },
+            "elsewhere": self.elsewhere,
             "problems": self.problems,
         }
 
 
-def survey(source: StorageLocation, sink: Sink, full_every: float = DAY) -> tuple[TableState, Report]:
+def survey(
+    source: StorageLocation, sink: Sink, full_every: float = DAY, *, deep: bool = False
+) -> tuple[TableState, Report]:
     """Return the state and the report of the table and the prefix as they are, without a run.
 
-    Everything is listed if the last full listing that a run has recorded is `full_every` seconds old.
+    Everything is listed if the last full listing that a run has recorded is `full_every` seconds old. With
+    `deep`, all files of the table are compared (`bridge.ingest.intact`).
     """
     now = time.time_ns() // 1_000_000
     listing = look_around(source.open(), source.url, load_state(sink), now, full_every)
     state, standing = look(sink)  # after the listing, because listed objects may be in the table by now
     inventory, reports, changes = listing.inventory, listing.reports, standing.changes
-    return state, build(state, inventory, reports, sink.name, standing.rows, changes=changes, listing=listing)
+    files = intact.look(sink, state) if deep else intact.recorded(sink)
+    return state, build(
+        state, inventory, reports, sink.name, standing.rows, changes=changes, listing=listing, files=files
+    )
 
 
 def build(
@@ -197,13 +213,14 @@ def build(
     unreadable: Mapping[Name, Quarantined] | None = None,
     changes: Sequence[str] = (),
     listing: Listing | None = None,
+    files: intact.Look | None = None,
 ) -> Report:
     """Build the report; reads nothing. `rows` is the number of rows according to the table's metadata.
 
     `changes` are the commits of others that may have changed rows (see `bridge.ingest.verdict`). Of the
     listed objects, `vanished` are those that no longer existed when the run came to them, `unreadable` those
     that it could not read, with the reason. `listing` is where inventory and reports are from; without one,
-    they are of a full listing.
+    they are of a full listing. `files` is what is known of the table's files.
     """
     unreadable = unreadable or {}
     tallies = inventory.tally(state.quarantine.keys() | unreadable.keys() | set(vanished))
@@ -234,7 +251,9 @@ def build(
                 stream.duplicates = state.streams[name].duplicates if name in state.streams else 0
     problems = [*reports.problems, *_gone(streams), *_unseen(streams, inventory, reports)]
     differs = reasons(table, state, rows, changes)
-    problems += differs
+    files = files or intact.Look()
+    lacks = lacking_source(state, listing) if listing else ""
+    problems += [*([lacks] if lacks else ()), *differs, *_damaged(table, files)]
     documents = [
         {"key": key, "size": entry.size, "reason": entry.reason, "present": (key, etag) in listed}
         for (key, etag), entry in sorted(state.quarantine.items())
@@ -254,7 +273,50 @@ def build(
         listing is None or listing.full,
         now,
         dict(reports.versions),
+        files,
+        bool(lacks),
     )
+
+
+def lacking_source(state: TableState, listing: Listing) -> str:
+    """Return why the source cannot be that of the table; empty if it can.
+
+    It has a report or an object of a gateway whose rows the table has, or it is the source of the last run,
+    whose objects may have been pruned since.
+    """
+    known = {name.gateway for name, stream in state.streams.items() if stream.covered}
+    last = state.listed.source if state.listed else None
+    same = last is not None and intact.spellings(last) == intact.spellings(listing.source)
+    if (
+        not known
+        or same
+        or known & {*listing.reports.times, *(name[0] for name in listing.inventory.streams)}
+    ):
+        return ""
+    more = f" and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
+    return (
+        f"{listing.source} has nothing of what the table has, which is of {', '.join(sorted(known)[:SHOWN])}"
+        f"{more}{f', from {last}' if last else ''}: check --source; if the table is to take the objects of "
+        "other gateways from there, begin with `streambridge ingest --new-source`"
+    )
+
+
+def _damaged(table: str, files: intact.Look) -> Iterator[str]:
+    """Name the files whose rows cannot be read, and the numbers of these rows."""
+    for damage in files.damages[:SHOWN]:
+        pairs = [f"{gateway}/{stream} {first}..{last}" for gateway, stream, _, first, last in damage.numbers]
+        more = f" and {len(pairs) - SHOWN} more ranges" if len(pairs) > SHOWN else ""
+        some = "" if damage.exact else f"{damage.rows} of " if damage.rows else "rows of "
+        where = f": {some}{', '.join(pairs[:SHOWN])}{more} cannot be read" if pairs else ""
+        yield f"{table}: the {damage.kind} {damage.path} {damage.why}{where}"
+    if len(files.damages) > SHOWN:
+        yield f"{table}: {len(files.damages) - SHOWN} more files are damaged (--json lists them)"
+    if files.damages:
+        yield "to take their rows again: streambridge ingest repair, with the options of this table"
+    for unseen in files.unseen[:SHOWN]:
+        yield f"{table}: a file cannot be looked at: {unseen}"
+    if len(files.unseen) > SHOWN:
+        yield f"{table}: {len(files.unseen) - SHOWN} more files cannot be looked at (--json lists them)"
 
 
 def _numbers(objects: Iterable[Name]) -> dict[StreamId, Ranges]:

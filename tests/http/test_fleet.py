@@ -11,6 +11,7 @@ import pytest
 
 from bridge.ingest.errors import BadOption
 from bridge.ingest.fleet import document, write_page
+from bridge.ingest.intact import Damage, Look
 from bridge.ingest.report import Hole, Report, StreamReport
 from tests.http.chromium import Browser
 
@@ -120,3 +121,38 @@ def test_the_page_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert [found.name for found in tmp_path.iterdir()] == ["fleet.html"]
     with pytest.raises(BadOption, match="cannot be written: No such file or directory"):
         write_page(report(), tmp_path / "absent" / "fleet.html")
+
+
+GONE = Damage("/lake/x.parquet", "data file", 7, None, 40)
+BAD = {
+    "missing": report(stream("gw", missing=1)),
+    "quarantined": report(stream("gw", quarantined=1)),
+    "unreadable": report(stream("gw", unreadable=1)),
+    "others have changed the table": report(stream("gw"), differs=True),
+    "files are gone": report(stream("gw"), files=Look([GONE])),
+    "files are unseen": report(stream("gw"), files=Look([], ["gs://lake/x.parquet: no"])),
+    "another source": report(stream("gw"), elsewhere=True),
+    "nothing": report(),
+    "all at once": report(
+        stream("gw", missing=1, quarantined=2, unreadable=3, waiting=4), differs=True, files=Look([GONE])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["complete", "waiting", *BAD])
+def test_the_tiles_agree_with_the_verdict(browser: Browser, tmp_path: Path, name: str) -> None:
+    found = BAD.get(name) or report(
+        stream("gw", waiting=5 * (name == "waiting"), trimmed=3), files=Look(full=NOW)
+    )
+    page = opened(browser, tmp_path, found)
+    assert found.complete == (name not in BAD)
+    assert page.text("#state") == ("Complete" if found.complete else "Not complete")
+    bad = page.see("document.querySelectorAll('#tiles [data-level=bad]').length")
+    assert (bad == 0) == found.complete
+    tiles: list[str] = page.see("[...document.querySelectorAll('#tiles > div')].map((one) => one.innerText)")
+    values = {tile.split("\n")[0]: tile.split("\n")[1:] for tile in tiles}
+    assert values["Missing"][0] == str(found.total("missing"))
+    unread = found.total("quarantined") + found.total("unreadable")
+    assert values["Quarantined or unreadable"] == [str(unread), f"at {int(unread > 0)} gateways"]
+    if name == "all at once":
+        assert values["Table"] == ["1 files damaged", "changed by others"]

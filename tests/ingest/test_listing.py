@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from bridge.ingest.errors import WrongSource
 from bridge.ingest.gateway_reports import ReportedStream, ReportTime
 from bridge.ingest.job import Summary, ingest
 from bridge.ingest.listing import DAY, look_around, start_after
@@ -257,7 +258,7 @@ def test_another_source_and_a_repaired_table_are_listed_in_full(
     run(landing, sink())
     elsewhere = Place(str(tmp_path / "elsewhere"))
     upload(Gateway(elsewhere, "gw-else"), 0, 9)
-    assert run(elsewhere, sink(), at=1).rows == 10
+    assert run(elsewhere, sink(), at=1, new_source=True).rows == 10
     state = load_state(sink())
     assert state.listed is not None
     assert state.listed.source == elsewhere.url
@@ -268,7 +269,9 @@ def test_another_source_and_a_repaired_table_are_listed_in_full(
     version = StateStore(with_difference.state()).save(state, state.version)
     with_difference.commit(state.version, version, [])
     assert repair(sink(), dry_run=False).committed
-    assert load_state(sink()).listed is None
+    after = load_state(sink()).listed
+    assert after is not None
+    assert (after.source, after.full) == (elsewhere.url, 0)
     assert run(elsewhere, sink(), at=2).report.in_full
 
 
@@ -362,7 +365,8 @@ def test_a_quarantined_object_that_was_deleted_is_forgotten_by_a_retry(
     gateway.store.delete([deleted])
     assert run(landing, sink(), at=1, full_every=full_every).report.total("quarantined") == 55
     elsewhere = StorageLocation(f"{landing.url}/elsewhere")
-    assert run(elsewhere, sink(), at=2, retry_quarantined=True).report.total("quarantined") == 55
+    with pytest.raises(WrongSource):
+        run(elsewhere, sink(), at=2, retry_quarantined=True)
     run(landing, sink(), at=3)
     for retry in (True, False):
         found = run(landing, sink(), at=4, full_every=full_every, retry_quarantined=retry).report
