@@ -250,6 +250,11 @@ class Identity:
         network = network_of(self.origin.address) if self.user is None else ""
         return Holder(self.realm, self.user, network)
 
+    @property
+    def turn(self) -> tuple[Holder, str]:
+        """Who it takes turns as (`net.turns`)."""
+        return self.holder, network_of(self.origin.address)
+
     def may_publish(self, topic: str) -> bool:
         """Return whether it may publish on a topic (not for request topics)."""
         return self._has("publish", topic)

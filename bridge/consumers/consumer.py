@@ -49,7 +49,7 @@ SCAN = 1000  # messages that are read before other clients are served
 FEW = 16
 REJECTED = 50  # messages that are rejected before other clients are served
 DUE = 200  # redelivered messages, which are read one by one because they are not adjacent
-SCAN_BYTES = 4 * 1024 * 1024
+SCAN_BYTES = 2 * 1024 * 1024
 MOST_REASON = 500  # characters kept of a reason
 PER_MESSAGE = 192  # bytes per message in a reply, besides payload, names and headers
 

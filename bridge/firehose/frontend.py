@@ -28,7 +28,7 @@ from bridge.errors import StreamBridgeError
 from bridge.firehose import replies, signature
 from bridge.firehose.replies import ApiError
 from bridge.firehose.signature import SignatureError
-from bridge.net.addresses import host_and_port, is_loopback
+from bridge.net.addresses import host_and_port, is_loopback, network_of
 from bridge.net.httpserver import HttpError, HttpLimits, HttpRequest, HttpResponse, HttpServer
 from bridge.net.limits import ConnectionLimits
 from bridge.net.tls import kept_context
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from bridge.access.logins import Access
     from bridge.firehose.settings import FirehoseConfig
+    from bridge.firehose.signature import Claim
     from bridge.operations.catalog import Operations, Request
 
 log = logging.getLogger(__name__)
@@ -184,8 +185,14 @@ class FirehoseFrontEnd:
         ):
             raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         body = await request.body()
+        network = network_of(request.address)
+        carry_out = self._carry_out(name, claim, body, request.address)
+        return await self._operations.turns.work((network, network), carry_out)
+
+    async def _carry_out(self, name: str, claim: Claim, body: bytes, address: str) -> HttpResponse:
+        operation = DELIVERIES[name]
         claim.check(body)
-        caller = self._identify(claim.key, request.address)
+        caller = self._identify(claim.key, address)
         try:
             asked: Request = msgspec.json.decode(body, type=operation.request)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

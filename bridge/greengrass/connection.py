@@ -43,6 +43,7 @@ from bridge.operations.catalog import READ, Found
 if TYPE_CHECKING:
     from bridge.access.rules import Identity
     from bridge.greengrass.frontend import GreengrassFrontEnd
+    from bridge.net.turns import Who
     from bridge.operations.catalog import Read
     from bridge.operations.reading import ReadMessagesOptions
     from bridge.streams.stream import Stream
@@ -127,6 +128,12 @@ class Connection(Flow):
         else:
             self._front.guests.keep(self, self.host, 0)
 
+    @property
+    def turn(self) -> Who:
+        """Who it takes turns as: its user, or its address before its Connect."""
+        network = network_of(self.host)
+        return (network, network) if self.admitted is None else self.caller.turn
+
     def data_received(self, data: bytes) -> None:
         if self._phase is Phase.ENDING:
             self.discard()
@@ -135,8 +142,11 @@ class Connection(Flow):
         self._heard = self._loop.time()
         if self._phase is Phase.NEW:
             self._front.guests.keep(self, self.host, len(self._buffer))
-        if len(self._buffer) >= self._need or self._skip:
-            self.proceed()
+        if (len(self._buffer) >= self._need or self._skip) and not self.holds:
+            if self._operations.turns.over:
+                self._operations.turns.wait(self)
+            else:
+                self.proceed()
         if self._phase is Phase.OPEN:
             self._timer.cancel()
             if self._front.too_much(self, len(self._buffer)):
@@ -185,9 +195,10 @@ class Connection(Flow):
 
     def _frames(self) -> None:
         """Handle the whole frames that have arrived."""
-        buffer, pos = self._buffer, 0
+        buffer, pos, turns = self._buffer, 0, self._operations.turns
         group: dict[Stream, list[tuple[str, int]]] = {}
         self._need = HEADER
+        began = turns.begin()
         try:
             if self._phase is Phase.NEW and buffer and buffer[0] != wire.CONNECT_VERSION:
                 self._refuse("", ResponseStatus.UNSUPPORTED_CONNECT_VERSION, f"connect version {buffer[0]}")
@@ -218,6 +229,10 @@ class Connection(Flow):
                     self._front.wait_for_room(self)
                     self.hold("pressure")
                     return
+                turns.spend(began)
+                if pos and turns.over:
+                    turns.wait(self)
+                    return
                 body = bytes(buffer[at + HEADER : end])
                 pos = end
                 if self._phase is Phase.NEW:
@@ -230,6 +245,7 @@ class Connection(Flow):
         finally:
             del buffer[:pos]
             self._await_commit(group)
+            turns.spend(began)
 
     def _discard_frame(self, pos: int) -> int:
         """Skip the rest of a too large frame, and answer it at its end."""

@@ -18,7 +18,7 @@ from bridge.http.documents import Documents
 from bridge.http.observer import SHARE, Observer
 from bridge.http.requests import MAX_REQUEST, Requests
 from bridge.http.visitors import Visitors
-from bridge.net.addresses import host_and_port, is_loopback
+from bridge.net.addresses import host_and_port, is_loopback, network_of
 from bridge.net.httpserver import (
     HttpError,
     HttpLimits,
@@ -33,6 +33,7 @@ from bridge.net.limits import ConnectionLimits
 if TYPE_CHECKING:
     from bridge.access.logins import Access
     from bridge.http.settings import HttpConfig
+    from bridge.net.turns import Turns
     from bridge.operations.catalog import Operations
 
 log = logging.getLogger("bridge.http")
@@ -61,14 +62,14 @@ class HttpFrontEnd:
         self._metrics_until = 0.0
         self._watch: asyncio.Task[None] | None = None
         self._loopback = is_loopback(host_and_port(listen)[0])
-        visitors = Visitors(access, gateway)
+        visitors, turns = Visitors(access, gateway), operations.turns
         looking = self._pages() | Documents(observer, operations, visitors).routes() | visitors.looking()
         acting = Requests(operations, visitors).routes() | visitors.acting()
         self._server = HttpServer(
             "http.listen",
             listen,
-            {path: partial(_only, LOOKING, route) for path, route in looking.items()}
-            | {path: partial(_only, ACTING, route) for path, route in acting.items()},
+            {path: partial(_only, LOOKING, turns, route) for path, route in looking.items()}
+            | {path: partial(_only, ACTING, turns, route) for path, route in acting.items()},
             ConnectionLimits(config.connections, config.connections_per_address),
             HttpLimits(methods=LOOKING + ACTING, body=MAX_REQUEST, displace=True),
         )
@@ -133,11 +134,12 @@ class HttpFrontEnd:
         return json_response(found, HTTPStatus.OK if found.ok else HTTPStatus.SERVICE_UNAVAILABLE)
 
 
-async def _only(methods: tuple[str, ...], route: Route, request: HttpRequest) -> HttpResponse:
-    """The response of a route that has only these methods."""
+async def _only(methods: tuple[str, ...], turns: Turns, route: Route, request: HttpRequest) -> HttpResponse:
+    """The response of a route that has only these methods, in the turns of the visitor's address."""
     if request.method not in methods:
         raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED, methods)
-    return await route(request)
+    network = network_of(request.address)
+    return await turns.work((network, network), route(request))
 
 
 def _page() -> HttpResponse:

@@ -77,7 +77,9 @@ class MqttFrontEnd:
             self._external = await self._make_external()
             await self._external.start()
             return []
-        self._server = Server(self._config, self._operations, self._access, self._runtime, self._auth)
+        self._server = Server(
+            self._config, self._operations, self._access, self._runtime, self._auth, self._operations.turns
+        )
         self._operations.clients = clients.ServerClients(self._server)
         urls = await self._server.start()
         try:

@@ -64,6 +64,7 @@ from bridge.model import (
     MessageStreamDefinition,
     MessageStreamInfo,
 )
+from bridge.net.turns import Turns
 from bridge.operations.allow import check_allowed
 from bridge.operations.changes import Change, refused
 from bridge.operations.reading import MOST_BYTES, ReadMessagesOptions, Turn
@@ -78,7 +79,8 @@ if TYPE_CHECKING:
     from bridge.operations.manager import StreamManager
     from bridge.streams.stream import Stream
 
-AT_ONCE = 20  # streams described at a time before other clients are served
+AT_ONCE = 5  # streams described at a time before other clients are served
+NAMES = 500  # names of streams whose rights are looked up at a time
 
 
 # -- requests ------------------------------------------------------------
@@ -391,10 +393,15 @@ class Operations:
         allow: Allow | None = None,
         most_bytes: int = MOST_BYTES,
         new_deliveries: NewDeliveries = NewDeliveries(),  # noqa: B008 - immutable
+        turns: Turns | None = None,
     ) -> None:
-        """`allow` is what clients' definitions may reach. A read returns up to `most_bytes` of messages."""
+        """`allow` is what clients' definitions may reach. A read returns up to `most_bytes` of messages.
+
+        `turns` are those of all work that clients can make expensive; by default, new ones.
+        """
         self.manager, self.allow, self._most_bytes = manager, allow or Allow(), most_bytes
         self.new_deliveries = new_deliveries
+        self.turns = turns or Turns(manager.store.runtime)
         self.clients: Clients | None = None  # set by the MQTT front end
 
     async def call(
@@ -416,17 +423,19 @@ class Operations:
         return cast("Result", await self.carry_out(name, _operation(name), call, request))
 
     def call_now(self, name: str, request: Request, caller: Identity) -> Result:
-        """The same for operations that do not wait: all except appends, reads and purges."""
+        """The same, as one slice, for operations that do not wait: all except appends, reads and purges."""
         operation = _operation(name)
         _authorize(name, operation, request, caller, self.manager)
         with Change(name, caller, self.manager, request, operation.audit) as change:
             result = operation.carry_out(Call(self, caller), request)
-            assert not isawaitable(result)
-            change.result = result
+            change.result = result = _at_once(result) if isawaitable(result) else result
         return cast("Result", result)
 
     async def carry_out(self, name: str, operation: Operation, call: Call, request: Request) -> Struct:
-        """Carry out an operation of any table, by its name. Raises StreamBridgeError or OSError."""
+        """Carry out an operation of any table, by its name, in turns. Raises StreamBridgeError or OSError."""
+        return await self.turns.work(call.caller.turn, self._carry_out(name, operation, call, request))
+
+    async def _carry_out(self, name: str, operation: Operation, call: Call, request: Request) -> Struct:
         call = call._replace(caller=call.caller.latest())  # the request may have waited
         _authorize(name, operation, request, call.caller, call.manager)
         with Change(name, call.caller, self.manager, request, operation.audit) as change:
@@ -459,6 +468,17 @@ def _operation(name: str) -> Operation:
     if operation is None:
         raise UnknownOperation(f"there is no operation {name!r}; known: {', '.join(OPERATIONS)}")
     return operation
+
+
+def _at_once(work: Awaitable[Struct]) -> Struct:
+    """Return the result of work that does not wait, but only lets others go first."""
+    steps = work.__await__()
+    while True:
+        try:
+            waits = next(steps)
+        except StopIteration as done:
+            return cast("Struct", done.value)
+        assert waits is None
 
 
 def _authorize(
@@ -536,16 +556,18 @@ def _describe(call: Call, request: Named) -> Described:
     return Described(call.manager.describe(request.stream))
 
 
-def _list(call: Call, request: ListStreams) -> Listed | Awaitable[Listed]:
-    caller, names = call.caller, call.manager.names()
-    names = [
-        name
-        for name in names[bisect_right(names, request.after) :]
-        if caller.may("read", name) or caller.may("manage", name)
-    ]
+async def _list(call: Call, request: ListStreams) -> Listed:
+    caller, every = call.caller, call.manager.names()
+    names: list[str] = []
+    for at in range(bisect_right(every, request.after), len(every), NAMES):
+        some = every[at : at + NAMES]
+        names += [name for name in some if caller.may("read", name) or caller.may("manage", name)]
+        if len(names) > (request.limit or len(every)):
+            break
+        await asyncio.sleep(0)
     wanted = names[: request.limit]
     if request.details:
-        return _list_details(call, wanted, len(names) > len(wanted))
+        return await _list_details(call, wanted, len(names) > len(wanted))
     return Listed(wanted, UNSET if request.limit is None else len(names) > len(wanted))
 
 

@@ -47,8 +47,12 @@ _of_headers = attrgetter("headers")
 async def answer(operations: Operations, name: str, body: bytes, limit: int, caller: Identity) -> bytes:
     """Carry out one encoded request. Returns the encoded reply, of at most `limit` bytes.
 
-    It raises no error, whatever the request is.
+    It raises no error, whatever the request is. All of it is done in turns (`net.turns`).
     """
+    return await operations.turns.work(caller.turn, _answer(operations, name, body, limit, caller))
+
+
+async def _answer(operations: Operations, name: str, body: bytes, limit: int, caller: Identity) -> bytes:
     received = _Received(body)
     in_cbor = received.in_cbor
     room = limit - ENVELOPE if in_cbor else (limit - ENVELOPE) * 3 // 4

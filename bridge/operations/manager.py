@@ -50,7 +50,7 @@ from bridge.model import (
 )
 from bridge.operations.bindings import STREAM_TOPICS, Bindings, Refusal
 from bridge.operations.definitions import checked, settings_of, stored
-from bridge.operations.reading import MOST_BYTES, STEP, ReadMessagesOptions, Reads, Turn
+from bridge.operations.reading import MOST_BYTES, SLICE_BYTES, STEP, ReadMessagesOptions, Reads, Turn
 from bridge.operations.validate import circles
 from bridge.plugin.api import Record
 from bridge.plugin.consumer import KIND
@@ -61,7 +61,8 @@ from bridge.streams.store import StreamStore, in_slices
 from bridge.streams.stream import Stream
 from bridge.topics import filter_mistake, matches
 
-PURGE_STEP = 10_000  # messages that a purge reads or drops at a time before others are served
+PURGE_STEP = 2_000  # messages that a purge reads or drops at a time before others are served
+APPENDED = 1_000  # messages of one request that are appended at a time
 REPORT_INTERVAL = 0.05  # seconds between reports of commit positions to the export worker
 
 log = logging.getLogger(__name__)
@@ -386,7 +387,7 @@ class StreamManager:
         stream = self.stream(name)
         newest, topics = stream.newest(), None
         with suppress(StreamError):  # the disk fails; everything else is known
-            topics = stream.last_by_topic()
+            topics = stream.count_topics()
         return MessageStreamInfo(
             definition=self.definitions[name],
             storage_status=StorageStatus(
@@ -399,7 +400,7 @@ class StreamManager:
             messages=stream.live_messages(),
             oldest_ingest_time=self._time_of(stream, stream.oldest if newest is not None else None),
             newest_ingest_time=self._time_of(stream, newest),
-            topic_count=None if topics is None else len(topics),
+            topic_count=topics,
             encryption=stream.encryption(),
         )
 
@@ -502,6 +503,8 @@ class StreamManager:
         try:
             for payload, message_id in zip(payloads, ids, strict=True):
                 numbers.append(self.submit(name, payload, message_id, headers)[1])
+                if not len(numbers) % APPENDED:
+                    await asyncio.sleep(0)
         except StreamError as error:
             if numbers:
                 await committed(stream)
@@ -603,7 +606,7 @@ class StreamManager:
         ranges: list[tuple[int, int]] = []
         position, dropped = stream.oldest, 0
         with closing(stream.reader()) as reader:
-            while rows := reader.read(position, end=end, max_messages=PURGE_STEP, max_bytes=STEP):
+            while rows := reader.read(position, end=end, max_messages=PURGE_STEP, max_bytes=SLICE_BYTES):
                 position = rows[-1].sequence_number + 1
                 ranges += [(row.sequence_number,) * 2 for row in rows if matches(topic, row.topic.decode())]
                 await asyncio.sleep(0)

@@ -1,8 +1,8 @@
 """readMessages: finds the requested messages, and waits for those that are not stored yet.
 
 * A read returns at least its minimum, or fails. Beyond the minimum it returns what one step finds (`STEP`
-  bytes or `MANY` messages), so a large maximum costs little memory. Between steps the event loop serves other
-  clients.
+  bytes or `MANY` messages), so a large maximum costs little memory. A step is read in slices of `SLICE`
+  messages or `SLICE_BYTES`, between which the event loop serves other clients.
 * A waiting read is woken by the commit that completes its minimum (see `waiting`), and is answered before its
   time-out.
 * One reader per stream stays open, because opening one costs more than a small read. A reader that was not
@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
+from heapq import nsmallest
+from itertools import islice
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -30,7 +32,8 @@ MOST_BYTES = 256 * 1024 * 1024  # of one read, however large its minimum
 STEP = 16 * 1024 * 1024
 ROUNDS = 10  # attempts to read the newest messages while newer ones replace them
 FEW = 50  # messages that are not adjacent, read at a time
-MANY = 10_000  # messages; reading them takes tens of milliseconds, in which no other client is served
+MANY = 10_000  # messages; reading them takes tens of milliseconds
+SLICE, SLICE_BYTES = 2_000, 2 * 1024 * 1024  # read at a time before other clients are served
 
 Turn = Callable[[], AbstractAsyncContextManager[None]]  # entered to read available messages
 
@@ -53,7 +56,7 @@ class Reads:
     """Carries out reads of all streams. Must be used in the event loop's thread."""
 
     def __init__(self, step: int = STEP) -> None:
-        """`step` is how many bytes are read at a time before other clients are served."""
+        """`step` is how many bytes a read returns beyond its minimum."""
         self.waiting, self._step = Waiting(), step
         self._readers: dict[Stream, StreamReader] = {}
         self._used: set[Stream] = set()
@@ -113,13 +116,9 @@ class Reads:
                         f"stream {stream.name!r}: lastPerTopic needs its limit maxMessagesPerTopic, whose "
                         "books it reads; set one"
                     )
-                wanted = sorted(
-                    (number, topic)
-                    for topic, number in books.items()
-                    if number >= start and (left is None or topic in left) and _matches(options.topic, topic)
-                )
+                wanted = await _wanted(books, left, start, options)
                 left = set()
-                for number, topic in wanted[: options.max_message_count or max(MANY, least)]:
+                for number, topic in wanted:
                     rows = self.rows(stream, number, number + 1, 1, max_bytes)
                     if not rows:
                         left.add(topic)
@@ -151,17 +150,20 @@ class Reads:
         least = options.min_message_count
         most = options.max_message_count or least
         size = sum(len(row.payload) + len(row.topic) for row in found)
+        step, chosen = min(self._step, max_bytes), options.topic is not None
+        end = min(MANY, most) if most > least else most  # beyond the minimum, what one step finds
         while len(found) < most and position < stream.next_sequence:
-            wanted, step = min(most - len(found), MANY), min(self._step, max_bytes)
-            rows = self.rows(stream, position, stream.next_sequence, wanted, step)
+            wanted = SLICE if chosen else min(most - len(found), SLICE)
+            room = SLICE_BYTES if chosen else min(max(step - size, 1), SLICE_BYTES)
+            rows = self.rows(stream, position, stream.next_sequence, wanted, room)
             if not rows:
                 return stream.next_sequence
             after = rows[-1].sequence_number + 1
-            if options.topic is None and not found and len(rows) >= least:
-                found += rows
-                return after
             if options.topic is not None:
                 rows = [row for row in rows if matches(options.topic, row.topic.decode())]
+            if len(found) + len(rows) > most:
+                rows = rows[: most - len(found)]
+                after = rows[-1].sequence_number + 1
             fresh = sum(len(row.payload) + len(row.topic) for row in rows)
             if found and size + fresh > max_bytes:
                 if len(found) < least:
@@ -173,7 +175,7 @@ class Reads:
             position = after
             found += rows
             size += fresh
-            if len(found) >= least and (options.topic is None or size >= self._step):
+            if len(found) >= least and (size >= step or (not chosen and len(found) >= end)):
                 break
             await asyncio.sleep(0)
         return position
@@ -210,6 +212,25 @@ class Reads:
         reader = self._readers.pop(stream, None)
         if reader is not None:
             reader.close()
+
+
+async def _wanted(
+    books: dict[bytes, int], left: set[bytes] | None, start: int, options: ReadMessagesOptions
+) -> list[tuple[int, bytes]]:
+    """Return the lowest wanted numbers from `start` on, with their topics; `left`: only of these topics."""
+    most = options.max_message_count or max(MANY, options.min_message_count)
+    wanted: list[tuple[int, bytes]] = []
+    every = iter(books.items())
+    while some := list(islice(every, SLICE)):
+        wanted += [
+            (number, topic)
+            for topic, number in some
+            if number >= start and (left is None or topic in left) and _matches(options.topic, topic)
+        ]
+        if len(wanted) > 2 * most:
+            wanted = nsmallest(most, wanted)
+        await asyncio.sleep(0)
+    return sorted(wanted)[:most]
 
 
 def _matches(topic_filter: str | None, topic: bytes) -> bool:

@@ -109,6 +109,11 @@ class MessageLimitPolicy:
         """Return the newest number of each topic. Call `refresh` first. Needs a limit per topic."""
         return {topic: entries[-1][0] for topic, entries in self._topics.items() if entries}
 
+    @property
+    def topics(self) -> int:
+        """Return how many topics have live messages. Call `refresh` first."""
+        return len(self._topics)
+
     # -- appending -------------------------------------------------------------------------------
     def check(self, topic: bytes, data: int, pending: int) -> None:
         """Raise MessageTooLarge or StreamFull if `data` bytes do not fit after `pending` messages.

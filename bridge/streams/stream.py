@@ -332,6 +332,13 @@ class Stream(Contents):
         self._refresh(self.limits)
         return self.limits.last_by_topic()
 
+    def count_topics(self) -> int | None:
+        """The number of topics; None without a limit per topic. Raises StorageFailed."""
+        if self.limits is None or not self.limits.by_topic:
+            return None
+        self._refresh(self.limits)
+        return self.limits.topics
+
     @property
     def cannot_store(self) -> str | None:
         """Return why the last message was not stored (the disk, or no space); None if it was stored.

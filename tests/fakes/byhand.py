@@ -37,14 +37,18 @@ class Call:
 
 
 class ByHand:
-    """A runtime whose time stands still until `World.run` moves it. Work is done at once, in its turn."""
+    """A runtime whose time stands still until `World.run` moves it. Work is done at once, in its turn.
 
-    def __init__(self) -> None:
-        self.time = 1000.0
+    With `tick`, each look at the clock takes so many seconds.
+    """
+
+    def __init__(self, tick: float = 0.0) -> None:
+        self.time, self._tick = 1000.0, tick
         self._number = itertools.count()
         self._calls: list[tuple[float, int, Call]] = []
 
     def now(self) -> float:
+        self.time += self._tick
         return self.time
 
     def soon(self, do: Callable[..., object], *args: Any) -> Call:
@@ -68,6 +72,15 @@ class ByHand:
 
     def close(self) -> None:
         """There are no threads."""
+
+    def step(self) -> bool:
+        """Make the next call if it is due now; returns whether there was one."""
+        if not self._calls or self._calls[0][0] > self.time:
+            return False
+        _, _, call = heapq.heappop(self._calls)
+        if not call.cancelled:
+            call.do(*call.args)
+        return True
 
     def run(self, until: float) -> None:
         """Make all calls that are due up to a time, and those that they lead to."""
@@ -175,8 +188,8 @@ class Streams:
 class Transport:
     """One client's transport: what is written to it, and whether it is read from."""
 
-    def __init__(self) -> None:
-        self.written = bytearray()
+    def __init__(self, address: str = "10.0.0.1") -> None:
+        self.address, self.written = address, bytearray()
         self.closed = False
         self.reading = True
 
@@ -198,7 +211,7 @@ class Transport:
         return 0
 
     def get_extra_info(self, name: str, default: object = None) -> object:
-        return ("10.0.0.1", 1) if name == "peername" else default
+        return (self.address, 1) if name == "peername" else default
 
     def pause_reading(self) -> None:
         self.reading = False
@@ -210,10 +223,10 @@ class Transport:
 class Wire:
     """A client's end: it sends bytes, and takes what has come."""
 
-    def __init__(self, world: World, pieces: int = 0) -> None:
+    def __init__(self, world: World, pieces: int = 0, address: str = "10.0.0.1") -> None:
         """With `pieces`, what it sends arrives in pieces of so many bytes."""
         self._world, self._pieces = world, pieces
-        self.transport = Transport()
+        self.transport = Transport(address)
         self.connection = Connection(world.server.connections, world.endpoint)
         self.connection.connection_made(self.transport)  # type: ignore[arg-type]
         self._lost = False
@@ -243,11 +256,13 @@ class Wire:
 class World:
     """A server with its broker, and streams "s" (bound to "in/#") and "other" ("in/both")."""
 
-    def __init__(self, root: Path, machine: Machine | None = None, **settings: Any) -> None:
+    def __init__(
+        self, root: Path, machine: Machine | None = None, tick: float = 0.0, **settings: Any
+    ) -> None:
         self.root, self.machine = root, machine or Machine()
         limits = {key: settings.pop(key) for key in list(settings) if key in Limits.__struct_fields__}
         self.config = MqttConfig(limits=Limits(**limits), **settings)
-        self.runtime = ByHand()
+        self.runtime = ByHand(tick)
         self.clock = Clock(root / "clock", lambda path, data: None, self.machine)
         self.streams = Streams(self.clock, root)
         self.streams.definitions = {
@@ -284,8 +299,8 @@ class World:
         self.machine.sleep(seconds)
         self.runtime.run(self.runtime.time + seconds)
 
-    def connect(self, data: bytes, pieces: int = 0) -> Wire:
+    def connect(self, data: bytes, pieces: int = 0, address: str = "10.0.0.1") -> Wire:
         """A client that has sent its CONNECT."""
-        wire = Wire(self, pieces)
+        wire = Wire(self, pieces, address)
         wire.send(data)
         return wire

@@ -42,7 +42,6 @@ from bridge.mqtt.broker.reports import Reports, reason, refused
 from bridge.mqtt.broker.router import OURS, Route, Router
 from bridge.mqtt.broker.sessions import Session, Sessions
 from bridge.mqtt.broker.subscribing import Subscribing
-from bridge.mqtt.broker.turns import Turns
 from bridge.mqtt.broker.wills import Wills
 from bridge.mqtt.wire import answers
 from bridge.mqtt.wire.packets import (
@@ -59,6 +58,7 @@ from bridge.mqtt.wire.packets import (
     ProtocolError,
     Publish,
 )
+from bridge.net.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -114,17 +114,19 @@ class Broker:
         requests: Requests,
         keys: Keys | None = None,
         encrypts: Callable[[], bool] = lambda: False,
+        turns: Turns | None = None,
     ) -> None:
         """`directory` is where the journal is; `requests` answers what clients publish on request topics.
 
         `encrypts` returns whether any stream is encrypted; then the journal is too, with `keys`.
+        `turns` are those of everything else that is expensive; by default, its own.
         """
         self.runtime, self.store, self.clock, self.limits = runtime, store, clock, limits
         self.accesses = Accesses(access)
         self.reports = Reports(runtime.now)
         self.counts = self.reports.counts
         self.journal = Journal(directory / NAME, clock.boot, runtime, keys, encrypts)
-        self.turns = Turns(runtime)
+        self.turns = turns or Turns(runtime)
         self.router = Router(store, self.journal, limits, clock, self.turns, runtime, self.reports)
         self.sessions = Sessions(
             runtime,
@@ -139,7 +141,7 @@ class Broker:
         self.publisher = Publisher(
             store, self.router, self.journal, clock, self.turns, self.reports, requests
         )
-        self.wills = Wills(runtime, clock, self.journal, self.publisher, self.counts)
+        self.wills = Wills(runtime, clock, self.journal, self.publisher, self.turns, self.counts)
         self.subscribing = Subscribing(runtime, self.router, self.journal, self.turns, limits, self.reports)
         self.stopping = False
         self.joined: dict[str, Joined] = {}  # our sessions at other brokers

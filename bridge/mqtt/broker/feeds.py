@@ -8,7 +8,7 @@ no older message of a topic follows a newer one.
 `Session.unfed` has the filters that still get some, each with the last topic that was looked at. It outlives
 the connection with the session, and is in the journal.
 
-There may be a thousand filters and any number of messages, so one turn compares `LOOK_UPS` of them.
+There may be a thousand filters and any number of messages, so `LOOK_UPS` of them are a slice of work.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.message import Message, Subscription
     from bridge.mqtt.broker.retained import Retained
     from bridge.mqtt.broker.sessions import Session
+    from bridge.net.turns import Turns
     from bridge.runtime import Runtime
 
-LOOK_UPS = 1_000  # among the retained messages, some milliseconds in which nobody else has a turn
+LOOK_UPS = 200  # among the retained messages, about a millisecond in which nobody else has a turn
 
 
 class Live(Protocol):
@@ -45,8 +46,8 @@ class Live(Protocol):
 class Feeds:
     """Gives retained messages to the sessions that have subscribed."""
 
-    def __init__(self, retained: Retained, journal: Journal, runtime: Runtime) -> None:
-        self._retained, self._journal, self._runtime = retained, journal, runtime
+    def __init__(self, retained: Retained, journal: Journal, turns: Turns, runtime: Runtime) -> None:
+        self._retained, self._journal, self._turns, self._runtime = retained, journal, turns, runtime
         self.live: Live | None = None
         # Sessions that have a turn, or will have one, and what is to be called then.
         self._running: dict[Session, list[Callable[[], object]]] = {}
@@ -70,7 +71,10 @@ class Feeds:
         waiting = self._running.setdefault(session, [])
         waiting.append(done)
         if len(waiting) == 1:
-            self._go_on(session)
+            self._begin(session)
+
+    def _begin(self, session: Session) -> None:
+        self._turns.soon(session.identity.turn, partial(self._go_on, session))
 
     def _go_on(self, session: Session) -> None:
         left, free = LOOK_UPS, session.line is not None
@@ -80,7 +84,7 @@ class Feeds:
             if session.persistent:
                 self._journal.fed(session, topic_filter, session.unfed.get(topic_filter))
         if session.unfed and free:
-            self._runtime.soon(self._go_on, session)
+            self._runtime.soon(self._begin, session)
             return
         self.resume(session)
         for done in self._running.pop(session):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from bridge.net.budgets import Refusal
+    from bridge.net.turns import Who
 
 
 class Line(Protocol):
@@ -27,6 +28,10 @@ class Line(Protocol):
     @property
     def name(self) -> str:
         """The client, for the log."""
+
+    @property
+    def turn(self) -> Who:
+        """Who it takes turns as (`net.turns`)."""
 
     @property
     def local(self) -> bool:
@@ -66,6 +71,7 @@ class Gone:
     """The line of an inbox that has nothing more to answer, so that the connection can be freed."""
 
     address = name = ""
+    turn: Who = ("", "")
     level, bridge, local, writable, gone = 4, False, False, False, True
     explains = receipts = drops_forbidden = refuses_unmatched = False
     receive_maximum = max_packet_out = 0

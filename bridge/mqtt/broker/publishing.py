@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.router import Route, Router
     from bridge.mqtt.broker.sessions import Session
     from bridge.mqtt.broker.store import Committer, Store, Stream
-    from bridge.mqtt.broker.turns import Turns
+    from bridge.net.turns import Turns
 
     # Answers a PUBLISH on a request topic. Arguments: session, topic, packet. Raises Unauthorized.
     Requests = Callable[[Session, str, Publish], None]

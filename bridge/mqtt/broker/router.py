@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.reports import Reports
     from bridge.mqtt.broker.sessions import Session
     from bridge.mqtt.broker.store import Store, Stream
-    from bridge.mqtt.broker.turns import Turns
     from bridge.mqtt.broker.unmatched import Topics
     from bridge.mqtt.settings import Limits
+    from bridge.net.turns import Turns
     from bridge.runtime import Runtime
 
 OURS = "$SYS/"  # where this broker publishes its state
@@ -114,7 +114,7 @@ class Router:
         self.epoch = 0
         self._turns, self._runtime = turns, runtime
         self.retained = Retained(journal, limits, clock, reports)
-        self.feeds = Feeds(self.retained, journal, runtime)
+        self.feeds = Feeds(self.retained, journal, turns, runtime)
         self._store, self._journal = store, journal
         self._tree: FilterTree[tuple[Session, Subscription]] = FilterTree()
         self.groups: dict[str, Group] = {}  # the shared subscriptions by their filters

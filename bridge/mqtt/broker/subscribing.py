@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.reports import Reports
     from bridge.mqtt.broker.router import Router
     from bridge.mqtt.broker.sessions import Session
-    from bridge.mqtt.broker.turns import Turns
     from bridge.mqtt.settings import Limits
     from bridge.mqtt.wire.packets import TopicRequest
+    from bridge.net.turns import Turns
     from bridge.runtime import Runtime
 
 USUAL_FILTER = 256  # characters; longer filters must keep all of a client's below this on average

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from bridge.mqtt.broker.reports import reason, refused
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.publishing import Publisher
     from bridge.mqtt.broker.sessions import Session
     from bridge.mqtt.wire.packets import Will
+    from bridge.net.turns import Turns
     from bridge.runtime import Runtime
 
 LONGEST_DELAY = 0xFFF_FFFF  # seconds of a timer
@@ -25,10 +27,16 @@ class Wills:
     """Keeps and publishes the wills of all clients."""
 
     def __init__(
-        self, runtime: Runtime, clock: Clock, journal: Journal, publisher: Publisher, counts: Counter[str]
+        self,
+        runtime: Runtime,
+        clock: Clock,
+        journal: Journal,
+        publisher: Publisher,
+        turns: Turns,
+        counts: Counter[str],
     ) -> None:
         self._runtime, self._clock, self._journal = runtime, clock, journal
-        self._publisher, self._counts = publisher, counts
+        self._publisher, self._turns, self._counts = publisher, turns, counts
 
     def set(self, session: Session, will: Will | None) -> None:
         """Set or replace the message that is published if the client leaves without DISCONNECT.
@@ -64,5 +72,6 @@ class Wills:
         elif will is not None:
             head = will.qos << 1 | will.retain
             packet = Publish(head, will.topic.encode(), b"", will.payload, will.properties)
-            self._publisher.publish_will(session, packet)
+            # Many clients may leave at the same time, and each will may have many receivers.
+            self._turns.soon(session.identity.turn, partial(self._publisher.publish_will, session, packet))
         self.set(session, None)

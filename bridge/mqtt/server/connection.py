@@ -24,7 +24,6 @@ from bridge.audit import Origin, record
 from bridge.errors import StreamError
 from bridge.mqtt.broker.inbox import Batch, Inbox
 from bridge.mqtt.broker.outbox import NO_LIMIT
-from bridge.mqtt.broker.turns import MANY
 from bridge.mqtt.server import control, handshake
 from bridge.mqtt.server.asking import Asking
 from bridge.mqtt.server.metering import Metering
@@ -53,8 +52,9 @@ from bridge.mqtt.wire.packets import (
     properties_at,
     text,
 )
-from bridge.net.addresses import is_loopback, peer_of
+from bridge.net.addresses import is_loopback, network_of, peer_of
 from bridge.net.budgets import Refusal
+from bridge.net.turns import MANY
 from bridge.topics import is_topic_name
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.sessions import Session
     from bridge.mqtt.broker.store import Committer
     from bridge.mqtt.server.connections import Connections, Endpoint
+    from bridge.net.turns import Who
     from bridge.runtime import Timer
 
 log = logging.getLogger(__name__)
@@ -134,6 +135,12 @@ class Connection(Source):
         session = self.inbox.session
         client = f"{session.identity.label} at " if session is not None else ""
         return f"{client}{self.address}"
+
+    @property
+    def turn(self) -> Who:
+        """Who it takes turns as: its user, or its address before the login."""
+        session, network = self.inbox.session, network_of(self.address)
+        return (network, network) if session is None else session.identity.turn
 
     @property
     def local(self) -> bool:
@@ -494,7 +501,7 @@ class Connection(Source):
                             if qos:
                                 acks += b"\x40\x02"
                                 acks += packet_id
-                elif state is OPEN and head & 0xD0 == EXPENSIVE and turns.over:
+                elif (state is not OPEN or head & 0xD0 == EXPENSIVE) and turns.over:
                     turns.wait(self)
                     break
                 else:
@@ -516,7 +523,9 @@ class Connection(Source):
                         self.traffic.connects += 1
                         self.state = state = NEXT[state, CONNECT]
                         self.hold("connect")
+                        began = turns.begin()
                         handshake.begin(self, d[body:end])
+                        turns.spend(began)
                 pos = end
         finally:
             self.published += published

@@ -7,7 +7,8 @@ checks and counters that one turn needs once are not repeated for each message.
 
 What it promises:
 * The reads of a connection are handled in their order, and before the loss of the connection.
-* Little waits here: a read of more than `SMALL` bytes is handled at once, after those that wait.
+* Little waits here: a read of more than `SMALL` bytes is handled at once, after those that wait, as far as
+  there is time for it in this turn (`net.turns`).
 * A read that fails ends its own connection and no other.
 """
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.server.metering import Metering
     from bridge.mqtt.server.states import State
     from bridge.mqtt.server.traffic import Traffic
+    from bridge.net.turns import Who
     from bridge.runtime import Runtime
 
 SMALL = 2_048  # bytes; a turn has at most 1,000 reads
@@ -72,12 +74,26 @@ class Source(Flow):
         """The client's name in the log."""
         raise NotImplementedError
 
+    @property
+    def turn(self) -> Who:
+        """Who it takes turns as."""
+        raise NotImplementedError
+
     def data_received(self, data: bytes) -> None:
         reads = self.reads
         if len(data) > SMALL or self.state is not OPEN:
             reads.run()
             self.heard = reads.now()
+            turns = reads.turns
+            if turns.over and not self.holds:
+                turns.wait(self)
+            if self.holds:
+                self.read(data)
+                return
+            turns.slices += 1
+            began = turns.begin()
             self.read(data)
+            turns.spend(began)
             return
         if not reads.waiting:
             reads.begin()
@@ -110,6 +126,7 @@ class Reads:
         self.now, self.begin = runtime.now, partial(runtime.soon, self.run)
         self.waiting: list[tuple[Source, bytes]] = []
         self._polling = Polling(runtime.soon)
+        self.turns = broker.turns
 
     def run(self) -> None:
         """Handle what waits, and commit its appends."""

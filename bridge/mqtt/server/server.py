@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.server.connections import Member
     from bridge.mqtt.server.listeners import Plan
     from bridge.mqtt.settings import MqttConfig
+    from bridge.net.turns import Turns
     from bridge.operations.catalog import Operations
     from bridge.runtime import Runtime
 
@@ -52,6 +53,7 @@ class Server:
         access: Access,
         runtime: Runtime,
         auth: Auth | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """`auth` asks the plugins for authentication and authorization; None: there are none."""
         self._auth = auth or Auth()
@@ -67,6 +69,7 @@ class Server:
             lambda *packet: requests.take(self.connections, operations, *packet),
             manager.store.keys,
             lambda: manager.store.encrypts,
+            turns,
         )
         self.broker.publisher.refused_stream = config.refused_stream
         self.connections = Connections(
