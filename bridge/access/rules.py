@@ -283,6 +283,11 @@ class Identity:
         wanted = list(topic_filters)
         return next((f for f in self._denied.get("read", ()) if any(overlap(f, one) for one in wanted)), None)
 
+    @property
+    def withheld(self) -> Sequence[str]:
+        """The topics that it is denied to read, wherever their messages are stored."""
+        return self._denied.get("read", ())
+
     def may_manage(self, topic: str) -> bool:
         """Return whether it has the right `manage` on a topic; a stream has the topic `streams/<name>`."""
         return self._has("manage", topic)

@@ -33,10 +33,12 @@ from bridge.errors import (
     StorageFailed,
     StreamBridgeError,
     StreamNotFound,
+    Unauthorized,
 )
 from bridge.model import ExportStatus
 from bridge.plugin.api import Record, dead_letter
 from bridge.plugin.consumer import ConsumerConfig
+from bridge.plugin.withheld import Withheld
 from bridge.ranges import Ranges
 from bridge.runtime import Runtime
 from bridge.streams.layout import Files
@@ -171,12 +173,19 @@ class Consumer:
         return min([self.position.upto, *(number for number in unsaved if number is not None)])
 
     # -- fetching ----------------------------------------------------------------------------------------
-    async def fetch(self, most: int, room: int, wait: float, holder: str) -> list[Delivery]:
+    async def fetch(
+        self,
+        most: int,
+        room: int,
+        wait: float,
+        holder: str,
+        hidden: Callable[[], Withheld | None] = lambda: None,
+    ) -> list[Delivery]:
         """Deliver up to `most` messages, in `room` bytes. Waits up to `wait` seconds for the first.
 
         Returns none if none arrives in that time. Raises InvalidRequest, StreamNotFound, CorruptData,
         StorageFailed, or ResponseTooLarge for a single message larger than `room`, which counts as
-        delivered.
+        delivered. Raises Unauthorized if the next message is `hidden` from the client: it stays for others.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait
@@ -189,7 +198,7 @@ class Consumer:
                 if self.paused:
                     raise InvalidRequest(f"{self._label} is paused; resume it (resumeExports)")
                 leases: list[Lease] = []
-                found, too_large, more = self._take(most, room, holder, leases)
+                found, too_large, denied, more = self._take(most, room, holder, leases, hidden())
                 if leases:
                     self._waiting.pop(place, None)
                     self.wake()  # before the write, so that the next one shares it
@@ -204,6 +213,11 @@ class Consumer:
                     raise ResponseTooLarge(
                         f"{self._label}: message {too_large} is larger than the {room} bytes of a reply; "
                         "accept larger packets, or terminate the message"
+                    )
+                if denied is not None:
+                    raise Unauthorized(
+                        f"{self._label}: this client is denied `read` on the topic of message {denied}, "
+                        "which is next; use a consumer whose `topics` leave it out, or define one"
                     )
                 if more:
                     await asyncio.sleep(0)
@@ -222,16 +236,23 @@ class Consumer:
             raise InvalidRequest(f"{self._label} was deleted")
 
     def _take(
-        self, most: int, room: int, holder: str, leases: list[Lease]
-    ) -> tuple[list[Delivery], int | None, bool]:
-        """Lease available messages. Returns them, a message that is too large, and whether to look again."""
+        self, most: int, room: int, holder: str, leases: list[Lease], withheld: Withheld | None
+    ) -> tuple[list[Delivery], int | None, int | None, bool]:
+        """Lease available messages.
+
+        Returns them, a message that is too large, one that is withheld, and whether to look again.
+        """
         now = self.stream.clock.now()
         found: list[Delivery] = []
         too_large: int | None = None
+        denied: int | None = None
 
         def add(row: StreamMessage) -> bool:
             """Lease a message; False if it does not fit."""
-            nonlocal room, too_large
+            nonlocal room, too_large, denied
+            if withheld is not None and withheld(row.topic.decode(), row.payload):
+                denied = row.sequence_number
+                return False
             size = len(row.payload) + len(row.topic) + 2 * len(row.headers)
             size += len(self.stream.name) + PER_MESSAGE
             if size > room and (found or leases):
@@ -248,11 +269,11 @@ class Consumer:
 
         full = self._take_due(now, most, room, add)
         more = False
-        if not full and len(found) < most:
+        if not full and denied is None and len(found) < most:
             most = min(most - len(found), self.config.max_unacknowledged - len(self.position.leases))
             if most > 0:
                 more = self._take_new(most, add)
-        return found, too_large, more
+        return found, too_large, denied, more
 
     def _take_due(self, now: int, most: int, room: int, add: Callable[[StreamMessage], bool]) -> bool:
         """Deliver again messages whose lease has ended. Returns whether the reply is full."""
@@ -281,6 +302,7 @@ class Consumer:
     def _take_new(self, most: int, add: Callable[[StreamMessage], bool]) -> bool:
         """Deliver new messages. Returns whether there may be more that were not read."""
         position, stream, topics = self.position, self.stream, self.config.topics
+        left_out = Withheld(self.config.withheld)
         self._gone(position.frontier, stream.oldest - 1)
         start, end = position.frontier, stream.next_sequence
         if start >= end:
@@ -292,7 +314,8 @@ class Consumer:
         for row in rows:
             number = row.sequence_number
             self._gone(position.frontier, number - 1)
-            if topics and not any(matches(topic, row.topic.decode()) for topic in topics):
+            topic = row.topic.decode()
+            if (topics and not any(matches(one, topic) for one in topics)) or left_out(topic, row.payload):
                 position.skip(number, number)
                 continue
             if taken == most or not add(row):

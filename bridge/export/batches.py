@@ -267,7 +267,7 @@ class Batches:
 
     def _filters(self, config: ExportConfig) -> bytes:
         """Return what selects the messages of a batch: the rules, and the topics if it is one object."""
-        return encoded(config.reduce, config.topics if self._cls.limits.declares_filtered else ())
+        return encoded(config.reduce, config.filters if self._cls.limits.declares_filtered else ())
 
     def _as_planned(self, config: ExportConfig) -> ExportConfig:
         """Return the configuration with the filters of the planned batch, for the same records."""
@@ -276,7 +276,7 @@ class Batches:
             return config
         rules, topics = decoded(stored)
         if self._cls.limits.declares_filtered:
-            return msgspec.structs.replace(config, reduce=rules, topics=topics)
+            return msgspec.structs.replace(config, reduce=rules, topics=topics, withheld=[])
         return msgspec.structs.replace(config, reduce=rules)
 
     def _dead_letter(self, record: Record, reason: str, stream: str | None) -> None:

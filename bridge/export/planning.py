@@ -31,6 +31,7 @@ from bridge.encryption import Keys
 from bridge.filtered import MAX_SPAN
 from bridge.plugin.api import Batching, BatchLimits, ExportConfig, Record
 from bridge.plugin.transform import TransformState
+from bridge.plugin.withheld import Withheld
 from bridge.streams.drops import DropLog, DropReason
 from bridge.streams.layout import Files
 from bridge.streams.reader import StreamReader
@@ -88,16 +89,21 @@ class _Topics(dict[bytes, str]):
 
 
 class _Matching(dict[str, bool]):
-    """Whether a topic matches one of the filters."""
+    """Whether a topic matches one of an export's filters (`ExportConfig.filters`)."""
 
     def __init__(self, filters: Sequence[str]) -> None:
-        self._filters = filters
+        self._filters = [one for one in filters if one[0] != "\0"]
+        self._withheld = Withheld([one[1:] for one in filters if one[0] == "\0"])
 
     def __missing__(self, topic: str) -> bool:
         if len(self) >= _TOPICS:
             self.clear()
-        found = self[topic] = any(matches(wanted, topic) for wanted in self._filters)
+        found = self[topic] = not self._filters or any(matches(wanted, topic) for wanted in self._filters)
         return found
+
+    def takes(self, record: Record) -> bool:
+        """Return whether the export gets a message."""
+        return self[record.topic] and not self._withheld(record.topic, record.payload)
 
 
 class Planner:
@@ -122,7 +128,7 @@ class Planner:
     def configure(
         self, limits: BatchLimits, batching: Batching, most: int, topics: Sequence[str] = ()
     ) -> None:
-        """Set an exporter's limits, batching and topics, and the most bytes of a batch that memory allows."""
+        """Set an exporter's limits, batching and filters, and the most bytes that memory allows a batch."""
         self._matching = _Matching(topics) if topics else None
         self._limits, self._batching = limits, batching
         self._records = min(batching.records or MAX_RECORDS, limits.records or MAX_RECORDS)
@@ -268,7 +274,7 @@ class Planner:
         """The records that match the topics of the export."""
         if (matching := self._matching) is None:
             return records
-        return [record for record in records if matching[record.topic]]
+        return list(filter(matching.takes, records))
 
     def reread(self, first: int, last: int, config: ExportConfig) -> Plan | None:
         """Read the batch first..last again, as far as it exists; None if it must be planned again.
@@ -277,7 +283,7 @@ class Planner:
         """
         matching = self._matching
         if self._limits.declares_filtered:  # the topics of the planned batch
-            matching = _Matching(config.topics) if config.topics else None
+            matching = _Matching(config.filters) if config.filters else None
         # Other topics may have any number of bytes between those of the batch.
         size = 2**62 if matching is None else MAX_BYTES
         seen: list[int] = []
@@ -286,7 +292,7 @@ class Planner:
         position = first
         while position <= last and (read := self._read(position, last + 1, last - position + 1, size)):
             seen += [record.sequence_number for record in read]
-            found += read if matching is None else [record for record in read if matching[record.topic]]
+            found += read if matching is None else filter(matching.takes, read)
             position = seen[-1] + 1
         if self._limits.declares_filtered:
             records = self._declared(first, last, found, config)

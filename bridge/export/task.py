@@ -279,7 +279,7 @@ class Task:
                 self._cls.limits,
                 self._cls.batching(self.config),
                 self._host.batch_bytes,
-                self.config.topics,
+                self.config.filters,
             )
         return self._exporter
 

@@ -139,7 +139,11 @@ async def _only(methods: tuple[str, ...], turns: Turns, route: Route, request: H
     if request.method not in methods:
         raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED, methods)
     network = network_of(request.address)
-    return await turns.work((network, network), route(request))
+
+    async def answered() -> HttpResponse:
+        return await route(request)
+
+    return await turns.work((network, network), answered())
 
 
 def _page() -> HttpResponse:

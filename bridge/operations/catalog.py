@@ -30,7 +30,9 @@ What it promises:
   stream is looked up, so a refusal does not reveal whether it exists. A request that waits needs them at its
   end too, if the rules have changed.
 * Denied topics cannot be read from a stream either: a caller that reads or updates a stream must not be
-  denied any of its topics.
+  denied any of its topics. Messages on denied topics are left out of reads wherever they are stored, dead
+  letters about them too; a consumer does not deliver them to the caller, and exports that it defines never
+  get them (`plugin.withheld`).
 * A definition also needs `read` on everything that its topics cover, because the stream keeps copies, and
   `publish` on each other stream to which its exports append. Unless the caller is trusted, its exports may
   reach only what the configuration allows (`bridge.operations.allow`).
@@ -47,7 +49,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, TypeVar, cast
@@ -71,6 +73,7 @@ from bridge.operations.reading import MOST_BYTES, ReadMessagesOptions, Turn
 from bridge.plugin.allow import Allow
 from bridge.plugin.api import appends_to
 from bridge.plugin.consumer import DAY, MOST
+from bridge.plugin.withheld import Withheld
 from bridge.streams import headers
 from bridge.streams.segment import StreamMessage
 
@@ -346,6 +349,19 @@ class Clients(Protocol):
         """End a session. Returns whether its client was connected. Raises InvalidRequest."""
 
 
+class _Hidden:
+    """What a caller is denied to read: at this moment, because the rules may change while it waits."""
+
+    def __init__(self, caller: Identity) -> None:
+        self._caller, self._withheld = caller, Withheld(caller.withheld)
+
+    def __call__(self) -> Withheld | None:
+        if self._caller.successor is not None:
+            self._caller = self._caller.latest()
+            self._withheld = Withheld(self._caller.withheld)
+        return self._withheld if self._caller.withheld else None
+
+
 class Call(NamedTuple):
     """A request in progress. `room` and `turn` are those of `Operations.call`."""
 
@@ -528,12 +544,31 @@ def checked(
                 f"{caller.label} may not read all topics of {topic_filter!r}, which the stream would "
                 "store; add `read` to a rule in [[mqtt.acl]]"
             )
+    if caller.withheld:
+        definition = manager.check(_withhold(definition, old, caller.withheld))
     exports = [raw for configs in definition.export_definition.values() for raw in configs]
     for name in sorted({name for raw in exports for name in appends_to(raw).values()}):
         caller.require(name, "publish")
     if not caller.trusted:
         check_allowed(call.operations.allow, manager.registry, definition, old)
     return definition
+
+
+def _withhold(
+    definition: MessageStreamDefinition, old: MessageStreamDefinition | None, filters: Sequence[str]
+) -> MessageStreamDefinition:
+    """Return a definition whose new and changed exports do not get messages on these topics."""
+    exports: dict[str, list[dict[str, Any]]] = {}
+    for kind, configs in definition.export_definition.items():
+        known = {} if old is None else {raw["identifier"]: raw for raw in old.export_definition.get(kind, ())}
+        exports[kind] = []
+        for raw in configs:
+            before = known.get(raw["identifier"])
+            without = {key: value for key, value in raw.items() if key != "withheld"}
+            if before is None or without != {key: one for key, one in before.items() if key != "withheld"}:
+                before = without | {"withheld": sorted({*raw.get("withheld", ()), *filters})}
+            exports[kind].append(before)
+    return msgspec.structs.replace(definition, export_definition=exports)
 
 
 def _create(call: Call, request: Define) -> Done:
@@ -607,7 +642,9 @@ async def _append_all(call: Call, request: AppendAll) -> AppendedAll:
 
 async def _read(call: Call, request: Read) -> Found:
     options = request.read_messages_options or ReadMessagesOptions()
-    messages = await call.manager.read(request.stream, options, max_bytes=call.room, turn=call.turn)
+    messages = await call.manager.read(
+        request.stream, options, max_bytes=call.room, turn=call.turn, hidden=_Hidden(call.caller)
+    )
     return Found(messages, request.stream, options.min_message_count)
 
 
@@ -620,6 +657,7 @@ async def _fetch(call: Call, request: Fetch) -> Fetched:
         wait=wait,
         holder=call.caller.client_id,
         max_bytes=call.room,
+        hidden=_Hidden(call.caller),
     )
     return Fetched(deliveries, name)
 

@@ -50,7 +50,16 @@ from bridge.model import (
 )
 from bridge.operations.bindings import STREAM_TOPICS, Bindings, Refusal
 from bridge.operations.definitions import checked, settings_of, stored
-from bridge.operations.reading import MOST_BYTES, SLICE_BYTES, STEP, ReadMessagesOptions, Reads, Turn
+from bridge.operations.reading import (
+    MOST_BYTES,
+    SLICE_BYTES,
+    STEP,
+    Hidden,
+    ReadMessagesOptions,
+    Reads,
+    Turn,
+    nothing,
+)
 from bridge.operations.validate import circles
 from bridge.plugin.api import Record
 from bridge.plugin.consumer import KIND
@@ -540,13 +549,15 @@ class StreamManager:
         *,
         max_bytes: int = MOST_BYTES,
         turn: Turn = nullcontext,
+        hidden: Hidden = nothing,
     ) -> list[StreamMessage]:
         """readMessages: at least the minimum, at most the maximum; with a time-out, waits for the minimum.
 
         Begins at the oldest message if the desired start was dropped. Raises StreamNotFound, InvalidRequest,
         NotEnoughMessages, CorruptData, or ResponseTooLarge if the minimum has more than `max_bytes`.
         """
-        return await self._reads.read(self.stream(name), options or ReadMessagesOptions(), max_bytes, turn)
+        options = options or ReadMessagesOptions()
+        return await self._reads.read(self.stream(name), options, max_bytes, turn, hidden)
 
     async def fetch(
         self,
@@ -557,13 +568,14 @@ class StreamManager:
         wait: float,
         holder: str,
         max_bytes: int = MOST_BYTES,
+        hidden: Hidden = nothing,
     ) -> list[Delivery]:
         """fetchMessages: lease messages to the client `holder`. Waits up to `wait` seconds for the first one.
 
         Raises StreamNotFound, ConsumerNotFound, and the errors of `Consumer.fetch`.
         """
         self.stream(name)
-        return await self.consumers.get(name, consumer).fetch(most, max_bytes, wait, holder)
+        return await self.consumers.get(name, consumer).fetch(most, max_bytes, wait, holder, hidden)
 
     async def acknowledge(
         self, name: str, consumer: str, verdicts: Verdicts, *, holder: str, trusted: bool = False

@@ -23,6 +23,7 @@ from msgspec import Meta, Struct
 from bridge.errors import CorruptData, InvalidRequest, NotEnoughMessages, ResponseTooLarge, StreamNotFound
 from bridge.model import MAX_INT32, MAX_INT64, MAX_MILLIS
 from bridge.operations.waiting import Waiting
+from bridge.plugin.withheld import Withheld
 from bridge.streams.reader import StreamReader
 from bridge.streams.segment import StreamMessage
 from bridge.streams.stream import Stream
@@ -36,6 +37,13 @@ MANY = 10_000  # messages; reading them takes tens of milliseconds
 SLICE, SLICE_BYTES = 2_000, 2 * 1024 * 1024  # read at a time before other clients are served
 
 Turn = Callable[[], AbstractAsyncContextManager[None]]  # entered to read available messages
+Hidden = Callable[
+    [], Withheld | None
+]  # returns which messages the reader must not get now; None: it gets all
+
+
+def nothing() -> None:
+    """Hide nothing."""
 
 
 class ReadMessagesOptions(Struct, rename="camel", kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -62,11 +70,17 @@ class Reads:
         self._used: set[Stream] = set()
 
     async def read(
-        self, stream: Stream, options: ReadMessagesOptions, max_bytes: int, turn: Turn = nullcontext
+        self,
+        stream: Stream,
+        options: ReadMessagesOptions,
+        max_bytes: int,
+        turn: Turn = nullcontext,
+        hidden: Hidden = nothing,
     ) -> list[StreamMessage]:
-        """Read messages. Raises InvalidRequest, NotEnoughMessages, ResponseTooLarge or CorruptData.
+        """Read messages; leave out those that are `hidden`.
 
-        Raises StreamNotFound if the stream is deleted during the read.
+        Raises InvalidRequest, NotEnoughMessages, ResponseTooLarge or CorruptData, and StreamNotFound if the
+        stream is deleted during the read.
         """
         least = options.min_message_count
         if (options.max_message_count or least) < least:
@@ -76,7 +90,7 @@ class Reads:
         if options.topic is not None and (mistake := filter_mistake(options.topic)) is not None:
             raise InvalidRequest(f"topic: {mistake}")
         if options.last_per_topic:
-            return await self._last_per_topic(stream, options, max_bytes, turn)
+            return await self._last_per_topic(stream, options, max_bytes, turn, hidden)
         deadline = _deadline(options)
         found: list[StreamMessage] = []
         position = options.desired_start_sequence_number
@@ -85,7 +99,7 @@ class Reads:
             if deadline is not None:
                 await self.waiting.until(stream, position + least - len(found), deadline)
             async with turn():
-                position = await self._read_on(stream, options, found, position, max_bytes)
+                position = await self._read_on(stream, options, found, position, max_bytes, hidden)
             if len(found) >= least:
                 return found
             if stream.closed:
@@ -94,7 +108,7 @@ class Reads:
                 raise _not_enough(stream, options, len(found))
 
     async def _last_per_topic(
-        self, stream: Stream, options: ReadMessagesOptions, max_bytes: int, turn: Turn
+        self, stream: Stream, options: ReadMessagesOptions, max_bytes: int, turn: Turn, hidden: Hidden
     ) -> list[StreamMessage]:
         """Return the newest message of each topic, by number, from the table of the limit per topic.
 
@@ -123,6 +137,8 @@ class Reads:
                     if not rows:
                         left.add(topic)
                         continue
+                    if (withheld := hidden()) and withheld(topic.decode(), rows[0].payload):
+                        continue
                     size += len(rows[0].payload) + len(topic)
                     full = size > max_bytes and len(found) >= least
                     if full:
@@ -145,14 +161,17 @@ class Reads:
         found: list[StreamMessage],
         position: int,
         max_bytes: int,
+        hidden: Hidden,
     ) -> int:
         """Read from `position` into `found`. Returns where to continue."""
         least = options.min_message_count
         most = options.max_message_count or least
         size = sum(len(row.payload) + len(row.topic) for row in found)
-        step, chosen = min(self._step, max_bytes), options.topic is not None
+        step = min(self._step, max_bytes)
         end = min(MANY, most) if most > least else most  # beyond the minimum, what one step finds
         while len(found) < most and position < stream.next_sequence:
+            withheld = hidden()
+            chosen = options.topic is not None or withheld is not None
             wanted = SLICE if chosen else min(most - len(found), SLICE)
             room = SLICE_BYTES if chosen else min(max(step - size, 1), SLICE_BYTES)
             rows = self.rows(stream, position, stream.next_sequence, wanted, room)
@@ -161,6 +180,8 @@ class Reads:
             after = rows[-1].sequence_number + 1
             if options.topic is not None:
                 rows = [row for row in rows if matches(options.topic, row.topic.decode())]
+            if withheld is not None:
+                rows = [row for row in rows if not withheld(row.topic.decode(), row.payload)]
             if len(found) + len(rows) > most:
                 rows = rows[: most - len(found)]
                 after = rows[-1].sequence_number + 1
@@ -229,7 +250,8 @@ async def _wanted(
         ]
         if len(wanted) > 2 * most:
             wanted = nsmallest(most, wanted)
-        await asyncio.sleep(0)
+        if len(some) == SLICE:
+            await asyncio.sleep(0)
     return sorted(wanted)[:most]
 
 

@@ -198,7 +198,9 @@ class ExportConfig(Struct, rename="camel", kw_only=True, forbid_unknown_fields=T
     """The base of export configurations. `priority` 1 is the most urgent; exports without one come last.
 
     The exporter gets the messages that match one of the topic filters `topics`; without filters, all
-    messages. With `contiguous` limits it always gets all, unless it has `declares_filtered`. Rejected records
+    messages. It never gets one that a filter of `withheld` matches, nor a dead letter about one: the gateway
+    adds there what a client that defines an export is denied to read. With `contiguous` limits it always gets
+    all, unless it has `declares_filtered`. Rejected records
     go to `dead_letter_stream` if it is set. `reduce` has rules that make messages fewer and smaller before
     they are sent; the first rule whose topics match applies. With `order` "newest first", new messages go
     before a backlog, for example after an outage.
@@ -206,6 +208,7 @@ class ExportConfig(Struct, rename="camel", kw_only=True, forbid_unknown_fields=T
 
     identifier: Name
     topics: list[str] = msgspec.field(default_factory=list)
+    withheld: list[str] = []
     priority: Annotated[int, Meta(ge=1, le=10)] | None = None
     disabled: bool = False
     dead_letter_stream: Name | None = None
@@ -215,6 +218,11 @@ class ExportConfig(Struct, rename="camel", kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         encoded(self.reduce)  # raises ValueError if they are too large
         check_effects(self.reduce)
+
+    @property
+    def filters(self) -> list[str]:
+        """What selects its messages: `topics`, and those of `withheld` behind a NUL, which no filter has."""
+        return [*self.topics, *(f"\0{one}" for one in self.withheld)]
 
     @property
     def newest_first(self) -> bool:
@@ -462,15 +470,16 @@ def convert_config(exporter: type[Exporter], raw: Mapping[str, Any]) -> Any:
 
 def _converted(exporter: type[Exporter], raw: Mapping[str, Any]) -> Any:
     config = msgspec.convert(raw, exporter.Config)
-    for topic in config.topics:
-        if (mistake := filter_mistake(topic)) is not None:
-            raise ValueError(f"topics: {mistake}")
+    for key, topics in (("topics", config.topics), ("withheld", config.withheld)):
+        for topic in topics:
+            if (mistake := filter_mistake(topic)) is not None:
+                raise ValueError(f"{key}: {mistake}")
     if exporter.limits.declares_filtered:
-        encoded(config.reduce, config.topics)  # raises ValueError if they are too large
-    elif config.topics and exporter.limits.contiguous:
+        encoded(config.reduce, config.filters)  # raises ValueError if they are too large
+    elif config.filters and exporter.limits.contiguous:
         raise ValueError(
-            f"topics: an export of the kind {exporter.kind} has all messages of its stream, without gaps in "
-            "their numbers; use a separate stream for these topics"
+            f"{'topics' if config.topics else 'withheld'}: an export of the kind {exporter.kind} has all "
+            "messages of its stream, without gaps in their numbers; use a separate stream for these topics"
         )
     if config.newest_first:
         _check_newest_first(exporter, config)
