@@ -28,7 +28,7 @@ from bridge.net.httpserver import (
     Route,
     json_response,
 )
-from bridge.net.limits import ConnectionLimits
+from bridge.net.limits import FOR_HEALTH, SPARE_DESCRIPTORS, ConnectionLimits
 
 if TYPE_CHECKING:
     from bridge.access.logins import Access
@@ -70,7 +70,9 @@ class HttpFrontEnd:
             listen,
             {path: partial(_only, LOOKING, turns, route) for path, route in looking.items()}
             | {path: partial(_only, ACTING, turns, route) for path, route in acting.items()},
-            ConnectionLimits(config.connections, config.connections_per_address),
+            ConnectionLimits(
+                config.connections, config.connections_per_address, SPARE_DESCRIPTORS - FOR_HEALTH
+            ),
             HttpLimits(methods=LOOKING + ACTING, body=MAX_REQUEST, displace=True),
         )
 

@@ -3,8 +3,9 @@
 An address counts as its network (`addresses.network_of`), because a client with one IPv6 address has 2^64 of
 them.
 
-The last descriptors of the process are reserved for segments, exports and the log. The kernel gives a new
-socket the lowest free number, so the number of a socket tells how many descriptors are in use at least.
+The last descriptors of the process are reserved for segments, exports, health checks and the log. The kernel
+gives a new socket the lowest free number, so the number of a socket tells how many descriptors are in use at
+least.
 """
 
 from __future__ import annotations
@@ -16,17 +17,23 @@ from collections import Counter
 from bridge.net.addresses import network_of
 
 SPARE_DESCRIPTORS = 200
+FOR_HEALTH = (
+    100  # of those, for the page and its health checks, which must answer when clients have all others
+)
 
 
 class ConnectionLimits:
     """The open connections of one front end, counted."""
 
-    def __init__(self, connections: int, connections_per_address: int) -> None:
+    def __init__(
+        self, connections: int, connections_per_address: int, spare: int = SPARE_DESCRIPTORS
+    ) -> None:
+        """`spare` descriptors are left to others."""
         self.set(connections, connections_per_address)
         self._by_network: Counter[str] = Counter()
         self._open = 0
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._descriptors = files - min(SPARE_DESCRIPTORS, files // 2)
+        self._descriptors = files - min(spare, files * spare // (2 * SPARE_DESCRIPTORS))
 
     def set(self, connections: int, connections_per_address: int) -> None:
         """Change the limits. Existing connections beyond them stay."""

@@ -68,6 +68,8 @@ from bridge.model import (
 )
 from bridge.net.turns import Turns
 from bridge.operations.allow import check_allowed
+from bridge.operations.bounds import Bounds, owner_of
+from bridge.operations.bounds import check as check_bounds
 from bridge.operations.changes import Change, refused
 from bridge.operations.reading import MOST_BYTES, ReadMessagesOptions, Turn
 from bridge.plugin.allow import Allow
@@ -410,14 +412,16 @@ class Operations:
         most_bytes: int = MOST_BYTES,
         new_deliveries: NewDeliveries = NewDeliveries(),  # noqa: B008 - immutable
         turns: Turns | None = None,
+        bounds: Bounds = Bounds(),  # noqa: B008 - immutable
     ) -> None:
         """`allow` is what clients' definitions may reach. A read returns up to `most_bytes` of messages.
 
-        `turns` are those of all work that clients can make expensive; by default, new ones.
+        `turns` are those of all work that clients can make expensive; by default, new ones. `bounds` are what
+        clients may create.
         """
         self.manager, self.allow, self._most_bytes = manager, allow or Allow(), most_bytes
         self.new_deliveries = new_deliveries
-        self.turns = turns or Turns(manager.store.runtime)
+        self.bounds, self.turns = bounds, turns or Turns(manager.store.runtime)
         self.clients: Clients | None = None  # set by the MQTT front end
 
     async def call(
@@ -551,6 +555,7 @@ def checked(
         caller.require(name, "publish")
     if not caller.trusted:
         check_allowed(call.operations.allow, manager.registry, definition, old)
+        check_bounds(call.operations.bounds, manager, caller, definition, old)
     return definition
 
 
@@ -572,7 +577,8 @@ def _withhold(
 
 
 def _create(call: Call, request: Define) -> Done:
-    call.manager.create(checked(call, request.definition or {}, None))
+    definition = checked(call, request.definition or {}, None)
+    call.manager.create(definition, owner=owner_of(call.caller))
     return Done()
 
 

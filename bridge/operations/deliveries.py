@@ -67,6 +67,7 @@ from bridge.model import (
 )
 from bridge.operations import destinations
 from bridge.operations.bindings import STREAM_TOPICS
+from bridge.operations.bounds import owner_of
 from bridge.operations.catalog import Call, Operation, Request, checked
 from bridge.operations.destinations import DESTINATION, S3Destination
 from bridge.operations.manager import StreamManager, committed
@@ -360,7 +361,7 @@ def _create(call: Call, request: Create) -> Created:
         delivery=destinations.delivery_of(new, Delivery(tags=_tags(request.tags or ()), created=_now())),
         encryption=request.encryption is not None,
     )
-    call.manager.create(checked(call, definition, None))
+    call.manager.create(checked(call, definition, None), owner=owner_of(call.caller))
     return Created(ARN + request.stream)
 
 

@@ -242,6 +242,11 @@ class StreamManager:
             raise found
         return definition
 
+    def owner(self, name: str) -> str:
+        """Return who created a stream; empty for the configuration, and for streams of earlier versions."""
+        stream = self.store.streams.get(name)
+        return "" if stream is None else stream.meta.owner
+
     def version(self, name: str) -> str:
         """Return the version of a definition, for `update`. Each change changes it. Raises StreamNotFound."""
         meta = self.stream(name).meta
@@ -252,10 +257,11 @@ class StreamManager:
         raw: Mapping[str, Any] | MessageStreamDefinition,
         *,
         among: Mapping[str, MessageStreamDefinition] = MappingProxyType({}),
+        owner: str = "",
     ) -> Stream:
         """createMessageStream. Raises InvalidRequest, for example if the name exists, or StorageFailed.
 
-        `among` is as in `check`.
+        `among` is as in `check`; `owner` is who it counts for (`operations.bounds`).
         """
         definition = self.check(raw, among)
         if definition.name in self.store.streams:
@@ -263,7 +269,7 @@ class StreamManager:
         self._check_opened(definition.name)
         encoded = msgspec.json.encode(definition)
         with _all_or_nothing("created", definition.name, self.store.data_dir):
-            stream = self.store.create(definition.name, settings_of(definition), encoded)
+            stream = self.store.create(definition.name, settings_of(definition), encoded, owner)
         self._adopt(stream, definition)
         return stream
 

@@ -65,7 +65,7 @@ class Meta(msgspec.Struct, frozen=True):
     `salt` is a secret random number (see `segment`). `reserved`: numbers below it may have been used by
     a memory stream whose content is gone. `drops`: its `drops.log` was made with it, so a missing one is
     damage. `paused` are the exports that were paused by hand, and `begun` is described above: state beside
-    the definition, and as opaque.
+    the definition, and as opaque. `owner` is who created it, empty for the configuration.
     """
 
     name: str
@@ -78,6 +78,7 @@ class Meta(msgspec.Struct, frozen=True):
     drops: bool = False
     paused: tuple[str, ...] = ()
     begun: dict[str, int] = {}
+    owner: str = ""
 
 
 _decoder = msgspec.msgpack.Decoder(Meta)

@@ -395,7 +395,7 @@ class StreamStore:
         self.files.sync_directory(self._root)
 
     # -- streams ---------------------------------------------------------------------------------
-    def create(self, name: str, settings: StorageSettings, definition: bytes) -> Stream:
+    def create(self, name: str, settings: StorageSettings, definition: bytes, owner: str = "") -> Stream:
         """Create a stream, durably. The name must be free.
 
         Raises OSError, StorageFailed or KeyUnavailable.
@@ -410,7 +410,9 @@ class StreamStore:
             self._new_epoch(), self._epoch + 1
         )  # a stream may be deleted and created within a ms
         lasting = not settings.memory
-        known = Meta(name, self._epoch, secrets.randbits(32), settings, definition, drops=lasting)
+        known = Meta(
+            name, self._epoch, secrets.randbits(32), settings, definition, drops=lasting, owner=owner
+        )
         if lasting:
             drops.make(self.files, fresh, [])
         meta.save(self.files, fresh, known)
