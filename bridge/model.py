@@ -25,6 +25,7 @@ KIB = 1024
 MIB = 1024 * KIB
 DEFAULT_MAX_SIZE = 256 * MIB
 DEFAULT_SEGMENT_SIZE = 16 * MIB
+REJECTED = "-rejected"  # at the end of the name of a stream's own dead-letter stream
 MAX_INT64 = 2**63 - 1
 MAX_INT32 = 2**31 - 1
 MAX_MILLIS = 9_223_372_036_854
@@ -88,7 +89,8 @@ class Delivery(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True,
 class MessageStreamDefinition(Struct, rename="camel", kw_only=True, frozen=True, forbid_unknown_fields=True):
     """What a stream is: storage, limits, exports, and (our extensions) topics and message limits.
 
-    Sizes are bytes, times are milliseconds.
+    Sizes are bytes, times are milliseconds. `retention` "exported": when space is needed, the oldest segments
+    go that all exports have delivered. "limits" is the default of the wire only; see `config.settings`.
     """
 
     name: Name
@@ -107,6 +109,35 @@ class MessageStreamDefinition(Struct, rename="camel", kw_only=True, frozen=True,
     tags: Annotated[dict[TagName, TagValue], Meta(max_length=16)] = {}
     delivery: Delivery | None = None
     encryption: bool = False
+
+    @property
+    def keeps_rejected_in(self) -> str:
+        """The stream for messages that a destination rejects, if an export names none; empty: they go.
+
+        With retention "exported", the copy in this stream goes as soon as space is needed.
+        """
+        return f"{self.name[:246]}{REJECTED}" if self.retention == "exported" else ""
+
+    def for_rejected(self) -> MessageStreamDefinition:
+        """The definition of `keeps_rejected_in`: it is never full silently, and a power cut takes nothing."""
+        return MessageStreamDefinition(
+            name=self.keeps_rejected_in,
+            strategy_on_full=StrategyOnFull.RejectNewData,
+            max_size=64 * MIB,
+            stream_segment_size=segment_for(64 * MIB),
+            flush_on_write=True,
+            retention="exported",
+            description=f"messages that destinations of {self.name} have rejected",
+            encryption=self.encryption,
+        )
+
+
+def segment_for(max_size: int) -> int:
+    """The segment size of a stream for which none is given: an eighth can be freed at a time.
+
+    If a stream had one segment, it would be full until its exports have passed all of it.
+    """
+    return min(DEFAULT_SEGMENT_SIZE, max(max_size // 8, 8 * KIB), max_size)
 
 
 class EncryptionStatus(Struct, rename="camel", kw_only=True, frozen=True):

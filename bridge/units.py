@@ -30,6 +30,14 @@ def parse_duration(text: str) -> int:
     return _parse(text, DURATIONS, 'a duration such as 1500, "1.5s", "10m" or "7d"')
 
 
+def parse_rate(text: str) -> float:
+    """Parse "10/s", "5/m" or "1000/h" as a number per second; raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(?:/(s|m|min|h))?", text.strip())
+    if found is None or not float(found[1]):
+        raise ValueError('expected a rate such as "10/s", "5/m" or "1000/h"')
+    return float(found[1]) / {None: 1, "s": 1, "m": 60, "min": 60, "h": 3600}[found[2]]
+
+
 def parse_time(text: str) -> int:
     """Parse a time as Unix ms: ISO 8601 (local without a zone), or a duration ago ("10m", "10m ago")."""
     with suppress(ValueError):

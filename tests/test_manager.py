@@ -42,7 +42,7 @@ class NoExports:
     def statuses(self, name: str) -> list[ExportStatus]:
         return []
 
-    def exported_upto(self, name: str) -> int | None:
+    def exported_upto(self, name: str, holding: object = None) -> int | None:
         return None
 
 
@@ -435,7 +435,7 @@ def test_a_stream_that_cannot_be_opened_is_refused_by_every_front_end_and_never_
             for topic in ("streams/s/x", "t/1"):
                 with pytest.raises(StorageFailed):
                     manager.bound(topic)[0].append(topic.encode(), b"x")
-            manager.declare(())
+            manager.declare({})
             assert manager.bound("t/1") == ()
             with pytest.raises(StorageFailed):
                 manager.bound("streams/s")[0].append(b"streams/s", b"x")

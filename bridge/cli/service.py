@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from bridge.cli import output, users
 from bridge.cli.install import install_service
 from bridge.cli.options import ConfigOption, JsonOption, find_credentials
 from bridge.config.settings import DEFAULT_CONFIG
+from bridge.units import parse_rate, parse_size
 
 app = typer.Typer()
 
@@ -37,18 +40,34 @@ def run(config: ConfigOption = DEFAULT_CONFIG) -> None:
 Examples:
   streambridge check -c config/streambridge.toml
   streambridge check --json | jq -r '.findings[].what'
+  streambridge check --rate 50/s --message 1kB
 """
 )
-def check(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) -> None:
+def check(
+    config: ConfigOption = DEFAULT_CONFIG,
+    as_json: JsonOption = False,
+    rate: Annotated[
+        str, typer.Option("--rate", metavar="RATE", help="Messages of each stream, such as 10/s or 600/h.")
+    ] = "10/s",
+    message: Annotated[
+        str, typer.Option("--message", metavar="SIZE", help="The size of a message, such as 200B or 1kB.")
+    ] = "200B",
+) -> None:
     """Check the configuration and this machine.
 
     Reports every mistake in the configuration, and problems with ports, directories, disk space, memory,
     plugins, certificates, secrets and credentials, each with its position and what to do. The exit code is 0
-    if there are only warnings.
+    if there are only warnings. Also says what each stream does when it is full, and on a day without the link
+    at --rate.
     """
     from bridge.config.checks import examine
+    from bridge.config.checks.outlook import outlooks
     from bridge.streams.store import running
 
+    try:
+        number, size = parse_rate(rate), parse_size(message)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     find_credentials()
     settings, findings = examine(config)
     if (process := running(settings.gateway.data_dir)) is not None:
@@ -57,11 +76,17 @@ def check(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) ->
             "the addresses it listens on are not tried"
         )
     failed = any(finding.level == "error" for finding in findings)
+    streams = list(outlooks(settings.streams.values(), number, size))
     if as_json:
-        output.json({"ok": not failed, "findings": findings})
+        output.json({"ok": not failed, "findings": findings, "streams": streams})
     else:
         for finding in findings:
             output.echo(f": {finding.what}", title=finding.level)
+        if streams:
+            output.echo(f"with {rate} of {message} in each stream (--rate, --message):")
+        for stream in streams:
+            outage = f"; {stream.outage}" if stream.outage else ""
+            output.echo(f": when full, {stream.when_full}{outage}", title=f"  {stream.name}")
         if not failed:
             exports = sum(len(e) for s in settings.streams.values() for e in s.export_definition.values())
             declared = f"{output.count(len(settings.streams), 'stream')}, {output.count(exports, 'export')}"

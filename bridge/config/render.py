@@ -19,7 +19,7 @@ from msgspec import Struct
 from bridge.config.settings import RENAMED, is_map, type_on_wire
 from bridge.config.tomlstruct import dotted, keys_of, snake, struct_in, unit_of
 from bridge.enums import named
-from bridge.model import DEFAULT_SEGMENT_SIZE, MessageStreamDefinition
+from bridge.model import MessageStreamDefinition, segment_for
 from bridge.plugin.api import Exporter
 from bridge.settingtypes import Bytes
 from bridge.units import DURATIONS, SIZES, parse_duration, parse_size
@@ -50,7 +50,8 @@ def stream_settings(definition: MessageStreamDefinition) -> Iterator[tuple[str, 
         name=definition.name,
         strategy_on_full=type(definition.strategy_on_full)(0),
         max_size=definition.max_size,
-        stream_segment_size=min(DEFAULT_SEGMENT_SIZE, definition.max_size),
+        stream_segment_size=segment_for(definition.max_size),
+        retention="exported",
     )
     usual = MessageStreamDefinition.__struct_defaults__[0]
     for key, field in keys_of(MessageStreamDefinition, RENAMED).items():

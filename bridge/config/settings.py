@@ -40,7 +40,7 @@ from bridge.export.settings import ExportSettings
 from bridge.firehose.settings import FirehoseConfig
 from bridge.greengrass.settings import GreengrassConfig
 from bridge.http.settings import HttpConfig
-from bridge.model import Limits, MessageStreamDefinition, Name, StrategyOnFull
+from bridge.model import Limits, MessageStreamDefinition, Name, StrategyOnFull, segment_for
 from bridge.mqtt.settings import MqttConfig, UpstreamSettings
 from bridge.operations.catalog import OPERATIONS
 from bridge.operations.deliveries import DELIVERIES
@@ -384,15 +384,16 @@ def _stream(
         "export_definition": _exports(reader, table.pop("export", {}), (*keys, "export"), exporters),
         "delivery": None,  # only the Firehose API changes it
     }
-    # Two defaults that a client's request does not have: a full stream rejects new data, and a small stream
-    # gets small segments.
+    # Three defaults that a client's request does not have: a full stream rejects new data, but what its
+    # exports have delivered goes first, and a small stream gets small segments.
     table.setdefault("strategy_on_full", StrategyOnFull.RejectNewData.name)
+    table.setdefault("retention", "exported")
     definition = reader.struct(MessageStreamDefinition, table, keys, renamed=RENAMED, fixed=fixed)
-    if definition is not None and (mistake := segment_size(definition)) is not None:
-        if "segment_size" in table and (*keys, "max_size") not in reader.broken:
-            reader.problem((*keys, "segment_size"), sentence(mistake))
-        definition = msgspec.structs.replace(definition, stream_segment_size=definition.max_size)
-    return definition
+    if definition is None or ("segment_size" in table and segment_size(definition) is None):
+        return definition
+    if "segment_size" in table and (*keys, "max_size") not in reader.broken:
+        reader.problem((*keys, "segment_size"), sentence(segment_size(definition)))
+    return msgspec.structs.replace(definition, stream_segment_size=segment_for(definition.max_size))
 
 
 def _exports(

@@ -436,7 +436,7 @@ class Consumer:
     async def _dead_letter(self, row: StreamMessage, reason: str) -> None:
         log.warning("%s: message %d was rejected: %s", self._label, row.sequence_number, reason)
         name = self.config.dead_letter_stream
-        if name is None:
+        if not name:
             return
         record = Record(
             row.sequence_number, row.ingest_time, row.topic.decode(errors="replace"), row.payload, row.headers

@@ -75,10 +75,15 @@ class Consumers:
         """The status of each consumer of a stream, by identifier."""
         return {consumer.config.identifier: consumer.status() for consumer in self.of(name)}
 
-    def settled_upto(self, name: str) -> int | None:
-        """The lowest number that not all enabled consumers have settled on the disk; None without any."""
-        upto = [consumer.saved_upto for consumer in self.of(name) if not consumer.config.disabled]
-        return min(upto, default=None)
+    def settled_upto(self, name: str, holding: Collection[str] | None = None) -> int | None:
+        """The lowest number that not all enabled consumers have settled on the disk; None without any.
+
+        With `holding`, only these count; one that does not exist has settled none.
+        """
+        if holding is None:
+            return min((one.saved_upto for one in self.of(name) if not one.config.disabled), default=None)
+        upto = {one.config.identifier: one.saved_upto for one in self.of(name)}
+        return min((upto.get(one, 0) for one in holding), default=None)
 
     def wake(self, name: str) -> None:
         """Wake the consumers of a stream that has new messages."""

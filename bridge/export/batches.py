@@ -210,8 +210,10 @@ class Batches:
     def settle(self, batch: Batch, outcome: Outcome, dead_letters: str | None) -> bool:
         """Apply an outcome, and return whether the planned batch is settled.
 
-        Rejected records go to the stream `dead_letters`. Raises Retry if it does not accept one.
+        Rejected records go to the stream `dead_letters`; None: to that of their stream. Raises Retry if it
+        does not accept one.
         """
+        dead_letters = self._position.source.keeps_rejected_in if dead_letters is None else dead_letters
         again = set(outcome.retry)
         # Sorted, because an exporter that sends by key reports them in a different order.
         rejected = {n: reason for n, reason in sorted(outcome.rejected.items()) if n not in again}
@@ -226,7 +228,7 @@ class Batches:
                 self._pending = left | {batch.records[m].sequence_number for m in rejected if m > n}
                 self._done |= {one.sequence_number for one in batch.records} - self._pending
                 self._count(batch, again | {m for m in rejected if m >= n}, rejected)
-                raise Retry(f"the dead letter stream did not accept the message: {error}") from None
+                raise Retry(f"the dead-letter stream did not accept the message: {error}") from None
         self._count(batch, again, rejected)
         self._pending = left
         if left:
@@ -279,12 +281,12 @@ class Batches:
             return msgspec.structs.replace(config, reduce=rules, topics=topics, withheld=[])
         return msgspec.structs.replace(config, reduce=rules)
 
-    def _dead_letter(self, record: Record, reason: str, stream: str | None) -> None:
+    def _dead_letter(self, record: Record, reason: str, stream: str) -> None:
         reason = shorten(reason)
         text = f"message {record.sequence_number} was rejected: {reason}"
         if self._position.cursor.error != text:
             log.warning("%s: %s", self._position.label, text)
-        if stream is None:
+        if not stream:
             return
         try:
             self._host.append(stream, dead_letter(*self._position.key, record, reason))

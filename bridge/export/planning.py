@@ -63,6 +63,7 @@ class Source:
         self.timeline = timeline or Timeline()
         self.encrypted = False  # whether new segments are
         self.revision = 0  # of the definition of its exports
+        self.keeps_rejected_in = ""  # the stream for rejected messages of exports that name none
         self.loses_tail = True  # a power cut may take messages that were exported
         self.oldest = 0
         self.next = 0

@@ -165,6 +165,7 @@ class ExportSupervisor:
             sorted(paused),
             definition.encryption,
             dict(begun),
+            definition.keeps_rejected_in,
         )
         configs = [config for configs in exports.values() for config in configs]
         before, stream.identifiers = stream.identifiers, [str(config.get("identifier")) for config in configs]
@@ -249,16 +250,17 @@ class ExportSupervisor:
             for identifier in stream.identifiers
         ]
 
-    def exported_upto(self, name: str) -> int | None:
+    def exported_upto(self, name: str, holding: Collection[str] | None = None) -> int | None:
         """Return the lowest number that not all enabled exports have passed; None without enabled exports.
 
-        An export without a known position counts as having sent nothing: it is new, or an update has moved
-        its start or changed its kind, and the worker has not reported its position yet.
+        With `holding`, only these count. An export without a known position counts as having sent nothing: it
+        does not exist or is new, or an update has moved its start or changed its kind, and the worker has not
+        reported its position yet.
         """
         stream = self._streams.get(name)
-        if stream is None or not stream.enabled:
-            return None
-        return min(stream.positions.get(identifier, 0) for identifier in stream.enabled)
+        holding = holding if holding is not None else () if stream is None else stream.enabled
+        positions = {} if stream is None else stream.positions
+        return min((positions.get(identifier, 0) for identifier in holding), default=None)
 
     def event(self, name: str, stream: str, detail: str = "") -> None:
         """Send an event, such as `stream_full`, to the `handle_event` hooks of plugins."""

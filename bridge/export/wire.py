@@ -63,6 +63,7 @@ class Define(WorkerMessage, frozen=True, array_like=True, tag=True):
 
     `paused` has the identifiers of exports that an operator has paused. `flush`: messages are synced before
     they are committed. `encrypted` is `encryption` of its definition. `begun` is that of `streams.meta`.
+    `keeps_rejected_in` is that of the definition.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Define(WorkerMessage, frozen=True, array_like=True, tag=True):
     paused: list[str] = []
     encrypted: bool = False
     begun: dict[str, int] = {}
+    keeps_rejected_in: str = ""
 
 
 class Try(WorkerMessage, frozen=True, array_like=True, tag=True):

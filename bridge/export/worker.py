@@ -255,6 +255,7 @@ class Worker:
             source.loses_tail = not message.flush
         source.loses_tail |= not message.flush  # messages from before may still be unsynced
         source.encrypted = message.encrypted
+        source.keeps_rejected_in = message.keeps_rejected_in
         source.revision = message.revision
         wanted = []
         broken = self._broken[message.name] = []

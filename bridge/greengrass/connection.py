@@ -463,7 +463,10 @@ class Connection(Flow):
             if op == Op.READ:
                 self._begin_read(request_id, *operations.read(request))
                 return
-            result = operations.control(self._operations, Op(op), request, self._version, self.caller)
+            retention = self._front.retention
+            result = operations.control(
+                self._operations, Op(op), request, self._version, self.caller, retention
+            )
             self._send(wire.reply(Op(op), request_id, result))
         except (StreamBridgeError, OSError) as error:
             self._failed(op, request_id, error)

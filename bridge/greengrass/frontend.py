@@ -74,7 +74,7 @@ class GreengrassFrontEnd:
         owners: Owners | None = None,
     ) -> None:
         self._config, self.operations, self._access, self.bounds = config, operations, access, bounds
-        self.manager = operations.manager
+        self.manager, self.retention = operations.manager, config.retention
         self.connections: set[Connection] = set()
         self.counts: Counter[str] = Counter()
         self._listening: Listening | None = None

@@ -51,11 +51,12 @@ _OPTIONS = frozenset(
 
 
 def control(
-    operations: Operations, op: Op, request: dict[str, Any], version: str, caller: Identity
+    operations: Operations, op: Op, request: dict[str, Any], version: str, caller: Identity, retention: str
 ) -> dict[str, Any]:
     """Carry out an operation other than an append or a read; returns the entries of the reply.
 
-    Keys that the SDK does not have are ignored, as AWS does. Raises StreamBridgeError or OSError.
+    A stream that is created gets this `retention`. Keys that the SDK does not have are ignored, as AWS does.
+    Raises StreamBridgeError or OSError.
     """
     if op is Op.LIST:
         listed = operations.call_now("listStreams", ListStreams(), caller)
@@ -78,7 +79,8 @@ def control(
             kind: _sdk_keys(exports[kind], known) for kind, known in EXPORTS.items() if kind in exports
         }
     if op is Op.CREATE:
-        operations.call_now("createMessageStream", Define(definition=definition), caller)
+        whole = definition | {"retention": retention}
+        operations.call_now("createMessageStream", Define(definition=whole), caller)
     else:
         assert op is Op.UPDATE, op
         stored = operations.manager.definitions.get(str(definition.get("name")))

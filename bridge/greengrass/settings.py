@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -20,7 +20,8 @@ class GreengrassConfig(Struct, frozen=True, kw_only=True):
     rules. With `authenticate_clients = false`, no process on this machine needs one, and all are `user`.
     The rules and roles of the user say what they may do. An empty `listen` opens no listener.
 
-    A client that makes no request for `idle_timeout` is disconnected; the SDKs connect again.
+    A client that makes no request for `idle_timeout` is disconnected; the SDKs connect again. Streams that
+    clients create get `retention`; "limits" is what AWS's guide says.
     """
 
     listen: str = "127.0.0.1:8088"
@@ -31,6 +32,7 @@ class GreengrassConfig(Struct, frozen=True, kw_only=True):
     authenticate_clients: bool = True
     connections: Count = 1_000
     connections_per_address: Count = 1_000
+    retention: Literal["limits", "exported"] = "limits"
     idle_timeout: Annotated[Millis, Meta(ge=1000)] = 24 * 3_600_000
 
     def __post_init__(self) -> None:

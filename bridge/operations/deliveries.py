@@ -64,6 +64,7 @@ from bridge.model import (
     LabelValue,
     MessageStreamDefinition,
     StrategyOnFull,
+    segment_for,
 )
 from bridge.operations import destinations
 from bridge.operations.bindings import STREAM_TOPICS
@@ -354,7 +355,7 @@ def _create(call: Call, request: Create) -> Created:
         name=request.stream,
         strategy_on_full=StrategyOnFull.RejectNewData,
         max_size=storage.max_size,
-        stream_segment_size=min(storage.max_size, 16 * MIB),
+        stream_segment_size=segment_for(storage.max_size),
         flush_on_write=storage.flush_on_write,
         retention="exported",
         export_definition={destinations.KIND: [destinations.export_of(new, None)]},

@@ -112,8 +112,11 @@ class Exports(Protocol):
         """The status of each of a stream's exports."""
         return []
 
-    def exported_upto(self, name: str) -> int | None:
-        """Return the lowest number not yet passed by all enabled exports; 0: unknown, None: no exports."""
+    def exported_upto(self, name: str, holding: Collection[str] | None = None) -> int | None:
+        """Return the lowest number that not all enabled exports have passed; 0: unknown, None: no exports.
+
+        With `holding`, only these count.
+        """
         return None
 
 
@@ -126,7 +129,9 @@ class StreamManager:
         """`read_step` is how many bytes are read at a time before other clients are served."""
         self.store, self.registry, self._exports = store, registry, exports
         self.definitions: dict[str, MessageStreamDefinition] = {}
-        self.declared: frozenset[str] = frozenset()  # the names that the configuration declares
+        # The streams that the configuration declares, each with the exports and the consumers that hold its
+        # messages, by `retention`: what clients have added holds none.
+        self.declared: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
         self.bindings = Bindings()
         self.on_bindings_changed = self.bindings.on_changed
         self.on_pressure = store.committer.on_pressure
@@ -134,7 +139,7 @@ class StreamManager:
         self._times: dict[Stream, dict[int, int]] = {}  # of messages, by number
         self._reads = Reads(read_step)
         self.consumers = Consumers(
-            Host(store.data_dir, store.files, store.runtime, self._reads.rows, self.append)
+            Host(store.data_dir, store.files, store.runtime, self._reads.rows, self.keep)
         )
         for stream in store.streams.values():
             self._adopt(stream, stored(stream.name, stream.meta.definition))
@@ -159,9 +164,9 @@ class StreamManager:
         definition = self.definitions.get(name)
         return definition is not None and b"{client}" in msgspec.json.encode(definition.export_definition)
 
-    def declare(self, names: Iterable[str]) -> None:
-        """Set the names that the configuration declares, and stop refusing messages for all others."""
-        self.declared = frozenset(names)
+    def declare(self, definitions: Mapping[str, MessageStreamDefinition]) -> None:
+        """Set what the configuration declares, and stop refusing messages for all other streams."""
+        self.declared = {name: _enabled(definition) for name, definition in definitions.items()}
         self.bindings.refuse_only(self.declared)
         self._refuse_unopened()
 
@@ -182,7 +187,11 @@ class StreamManager:
     def _define_exports(self, stream: Stream, definition: MessageStreamDefinition) -> None:
         """Define the exports and consumers of a stream."""
         exports, paused, begun = definition.export_definition, stream.meta.paused, stream.meta.begun
-        self.consumers.define(stream, exports.get(KIND, ()), paused)
+        letters = {"deadLetterStream": definition.keeps_rejected_in}
+        consumers = [
+            raw if raw.get("deadLetterStream") is not None else raw | letters for raw in exports.get(KIND, ())
+        ]
+        self.consumers.define(stream, consumers, paused)
         if KIND in exports:
             stream.on_commit.append(lambda: self.consumers.wake(stream.name))
             others = {kind: configs for kind, configs in exports.items() if kind != KIND}
@@ -211,9 +220,16 @@ class StreamManager:
         self._set_exported(stream)
 
     def _set_exported(self, stream: Stream) -> None:
-        """Update how far all exports and consumers of the stream have got."""
-        both = self._exports.exported_upto(stream.name), self.consumers.settled_upto(stream.name)
-        stream.exported_upto = min((upto for upto in both if upto is not None), default=None)
+        """Update how far all exports and consumers have got, and those that hold messages of the stream."""
+        name = stream.name
+        both = self._exports.exported_upto(name), self.consumers.settled_upto(name)
+        stream.passed_upto = stream.exported_upto = _least(both)
+        if (holding := self.declared.get(name)) is not None:
+            both = (
+                self._exports.exported_upto(name, holding[0]),
+                self.consumers.settled_upto(name, holding[1]),
+            )
+            stream.exported_upto = _least(both)
 
     async def refresh(self) -> None:
         """Exchange positions with the exports. Called periodically, because limits also drop by age."""
@@ -375,7 +391,7 @@ class StreamManager:
         """Whether a stream is empty, or all its exports and consumers have passed all of it."""
         if stream.pending_bytes:
             return False
-        passed = stream.exported_upto
+        passed = stream.passed_upto
         return stream.oldest >= stream.next_sequence or (
             passed is not None and passed >= stream.next_sequence
         )
@@ -497,6 +513,19 @@ class StreamManager:
         Raises StreamNotFound, InvalidRequest (empty payload) or a StreamError.
         """
         return (await self.append_all(name, [payload], [message_id], headers))[0]
+
+    async def keep(self, name: str, payload: bytes) -> int:
+        """Append a status message or a dead letter of an export. Raises as `append`, and as `create`.
+
+        The dead-letter stream that a stream has by default is created when it is needed.
+        """
+        if name not in self.store.streams:
+            for definition in list(self.definitions.values()):
+                if definition.keeps_rejected_in == name:
+                    self.create(definition.for_rejected())
+                    log.info("created for rejected messages of %s", definition.name, extra={"stream": name})
+                    break
+        return await self.append(name, payload)
 
     async def append_all(
         self,
@@ -636,6 +665,22 @@ class StreamManager:
                     dropped += stream.purge(ranges[:PURGE_STEP])
                     del ranges[:PURGE_STEP]
         return dropped + stream.purge(ranges)
+
+
+def _enabled(definition: MessageStreamDefinition) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the identifiers of a definition's enabled exports, and of its enabled consumers."""
+    enabled = [
+        (kind == KIND, str(raw.get("identifier")))
+        for kind, configs in definition.export_definition.items()
+        for raw in configs
+        if not raw.get("disabled")
+    ]
+    exports, consumers = ([one for is_one, one in enabled if is_one is which] for which in (False, True))
+    return frozenset(exports), frozenset(consumers)
+
+
+def _least(numbers: Iterable[int | None]) -> int | None:
+    return min((number for number in numbers if number is not None), default=None)
 
 
 def _starts(definition: MessageStreamDefinition) -> dict[tuple[str, str], tuple[int, str | None]]:

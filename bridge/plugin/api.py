@@ -200,10 +200,10 @@ class ExportConfig(Struct, rename="camel", kw_only=True, forbid_unknown_fields=T
     The exporter gets the messages that match one of the topic filters `topics`; without filters, all
     messages. It never gets one that a filter of `withheld` matches, nor a dead letter about one: the gateway
     adds there what a client that defines an export is denied to read. With `contiguous` limits it always gets
-    all, unless it has `declares_filtered`. Rejected records
-    go to `dead_letter_stream` if it is set. `reduce` has rules that make messages fewer and smaller before
-    they are sent; the first rule whose topics match applies. With `order` "newest first", new messages go
-    before a backlog, for example after an outage.
+    all, unless it has `declares_filtered`. Rejected records go to `dead_letter_stream` ("" for none), by
+    default to `keeps_rejected_in` of the stream's definition. `reduce` has rules that make messages fewer and
+    smaller before they are sent; the first rule whose topics match applies. With `order` "newest first", new
+    messages go before a backlog, for example after an outage.
     """
 
     identifier: Name
@@ -211,7 +211,7 @@ class ExportConfig(Struct, rename="camel", kw_only=True, forbid_unknown_fields=T
     withheld: list[str] = []
     priority: Annotated[int, Meta(ge=1, le=10)] | None = None
     disabled: bool = False
-    dead_letter_stream: Name | None = None
+    dead_letter_stream: Annotated[str, Meta(max_length=255, pattern=r"^[\w ,.\-]*\Z")] | None = None
     order: Literal["oldest first", "newest first"] = "oldest first"
     reduce: list[Reduction] = []
 
@@ -529,6 +529,6 @@ def appends_to(raw: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
         value: Any = raw
         for key in path:
             value = value.get(key) if isinstance(value, Mapping) else None
-        if isinstance(value, str):
+        if isinstance(value, str) and value:
             found[path] = value
     return found

@@ -367,6 +367,14 @@ class Service:
                 if stored != definition:
                     self._manager.update(definition, among=config.streams)
                     log.info("stream updated", extra={"stream": name})
+                    if (stored.retention, definition.retention) == ("limits", "exported"):
+                        log.warning(
+                            'retention was "limits" and is "exported" now, the default of declared streams: '
+                            "when it is full, the oldest segments go that its declared exports delivered; "
+                            'to undo that, set retention = "limits" in [streams.%s]',
+                            name,
+                            extra={"stream": name},
+                        )
             except (StreamBridgeError, OSError) as error:
                 failed.append(name)
                 why = configuration.explained(error, name)
@@ -554,7 +562,7 @@ class Service:
 
     async def _append_status(self, stream: str, payload: bytes) -> None:
         """Append to a status or dead-letter stream for an exporter, because only this process writes."""
-        await self._manager.append(stream, payload)
+        await self._manager.keep(stream, payload)
 
     def _report_full_streams(self) -> None:
         """Report to the plugins which streams have refused messages since the last call."""

@@ -53,7 +53,8 @@ class Contents:
         self.clock, self.keys = clock, keys
         self._delete, self._on_event = delete, on_event
         self.counters: dict[str, int] = {}
-        self.exported_upto: int | None = None  # all exports have passed the numbers below; None: no exports
+        self.passed_upto: int | None = None  # all exports have passed the numbers below; None: no exports
+        self.exported_upto: int | None = None  # the same for those exports that hold messages (`retention`)
         self.oldest = 0  # all lower numbers were dropped
         self._damaged = set[int]()  # segments with damage that could not be quarantined yet
         sealing = Sealing(keys, data.name) if keys is not None else None
@@ -142,7 +143,7 @@ class Contents:
     @property
     def is_awaited(self) -> bool:
         """Whether an export or a consumer has not passed all messages."""
-        return self.exported_upto is not None and self.exported_upto < self.next_sequence
+        return self.passed_upto is not None and self.passed_upto < self.next_sequence
 
     def ingest_time(self, number: int) -> int | None:
         """Return when a message was received, Unix time in ms; None if it cannot be read now."""

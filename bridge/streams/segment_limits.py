@@ -33,6 +33,12 @@ def exported(stream: Contents, needed: int) -> Iterator[Removal]:
             return
 
 
+def oldest_exported(stream: Contents) -> Iterator[Removal]:
+    """Yield the oldest segment if all exports have passed it."""
+    if _is_first_exported(stream):
+        yield from _first(stream, DropReason.EXPORTED)
+
+
 def free_space(stream: Contents, needed: int, *, exported_only: bool = False) -> Iterator[Removal]:
     """On a full disk, yield the oldest segments that may be dropped, until they have `needed` bytes.
 

@@ -269,7 +269,7 @@ class Stream(Contents):
             self._check_size(data, size)
             if self.limits is not None:
                 self._refresh(self.limits)
-                self.limits.check(topic, data, self.queue.next - self.log.next)
+                self._check_limits(self.limits, topic, data)
         except MessageTooLarge:
             self.count("too_large")
             raise
@@ -277,6 +277,20 @@ class Stream(Contents):
             self.count("full")
             self._rejected = str(error), time.monotonic(), self.queue.next
             raise
+
+    def _check_limits(self, limits: MessageLimitPolicy, topic: bytes, data: int) -> None:
+        """As `limits.check`, after freeing what all exports have passed, as far as that is needed."""
+        while True:
+            try:
+                return limits.check(topic, data, self.queue.next - self.log.next)
+            except StreamFull:
+                first = self.log.first
+                if self.settings.free_exported:
+                    with contextlib.suppress(OSError):
+                        self._drop_segments(segment_limits.oldest_exported(self))
+                        self._refresh(limits)
+                if self.log.first == first:
+                    raise
 
     @property
     def _reserved(self) -> int:
@@ -313,8 +327,21 @@ class Stream(Contents):
         if self.log.total_bytes + needed > settings.max_size:
             raise StreamFull(
                 f"stream {self.name!r} is full: {self.log.total_bytes} of maxSize {settings.max_size} bytes "
-                "are in use and it rejects new data; raise maxSize, set a limit, or let it overwrite"
+                f"are in use and it rejects new data; {self._remedy}"
             )
+
+    @property
+    def _remedy(self) -> str:
+        """Return what frees space in a full stream that rejects new data."""
+        others = "raise maxSize, set a limit, or let it overwrite"
+        if not self.settings.free_exported:
+            return f'set retention = "exported", which frees what its exports have delivered; or {others}'
+        if self.exported_upto is None:
+            return f'retention = "exported" frees nothing here, because it has no enabled export; {others}'
+        return (
+            f'retention = "exported" frees what all of its exports have delivered, and one of them waits at '
+            f"message {self.exported_upto}: see `streambridge exports`; or {others}"
+        )
 
     def _refresh(self, limits: MessageLimitPolicy) -> None:
         try:

@@ -379,7 +379,13 @@ def test_stored_streams_are_checked_too(path: Path, fill: Fill) -> None:
     for copy in (data / "streams" / "lost").glob("meta.*"):
         copy.write_bytes(b"?")
     text = '[streams.sensors]\nmax_size = 2048\npersistence = "Memory"\n[streams.lost]\n'
-    found = check(path, QUIET + text)
+    upgrade, *found = check(path, QUIET + text)
+    assert upgrade.startswith(
+        'warning: x.toml:11: streams.sensors: the stream exists with retention "limits"; '
+    )
+    stated = QUIET + text.replace("max_size", 'retention = "limits"\nmax_size')
+    assert not any("retention" in line for line in check(path, stated)), "nothing changes"
+    check(path, QUIET + text)
     assert found[0].startswith("warning: x.toml:12: streams.sensors.max_size: the stream holds ")
     assert found[1].startswith("error: x.toml:13: streams.sensors.persistence: the stream exists with")
     assert found[2].startswith("error: x.toml:14: streams.lost: both stored copies of its definition")
@@ -390,7 +396,7 @@ def test_a_disabled_export_that_holds_no_data_back_is_a_warning(path: Path) -> N
     export = '[[streams.a.export.http]]\nidentifier = "e"\nuri = "http://127.0.0.1:1/"\ndisabled = true\n'
     (line,) = check(path, QUIET + '[streams.a]\nretention = "exported"\n' + export)
     assert "streams.a.export.http[0].disabled: a disabled export does not hold data back" in line
-    assert check(path, QUIET + "[streams.a]\n" + export) == []
+    assert check(path, QUIET + '[streams.a]\nretention = "limits"\n' + export) == []
 
 
 def test_a_record_template_with_an_unknown_field_is_an_error(path: Path) -> None:
@@ -944,3 +950,53 @@ def test_client_ids_that_two_listeners_bind_to_different_users_are_a_warning(pat
             (29, 1, 0, "a*", "ann", "mqtt"),
         )
     ]
+
+
+OUTLOOK = """
+[streams.kept]
+max_size = "1MiB"
+[[streams.kept.export.http]]
+identifier = "lake"
+uri = "http://127.0.0.1:1/"
+[streams.bare]
+[streams.ring]
+strategy_on_full = "OverwriteOldestData"
+max_size = "1MiB"
+[[streams.ring.export.http]]
+identifier = "lake"
+uri = "http://127.0.0.1:1/"
+[streams.old]
+retention = "limits"
+[[streams.old.export.http]]
+identifier = "lake"
+uri = "http://127.0.0.1:1/"
+[streams.short]
+time_to_live = "1h"
+[[streams.short.export.http]]
+identifier = "lake"
+uri = "http://127.0.0.1:1/"
+"""
+
+
+def test_it_says_of_each_stream_what_happens_when_it_is_full_and_on_a_day_without_the_link(
+    path: Path,
+) -> None:
+    path.write_text(QUIET + OUTLOOK)
+    done = streambridge("check", "-c", path, "--rate", "600/m", "--message", "1kB", "--json", env=OFFLINE)
+    said = {one["name"]: one for one in json.loads(done.stdout)["streams"]}
+    assert said["kept"]["whenFull"].startswith(
+        "frees what lake delivered; only if that is not enough, rejects"
+    )
+    assert said["kept"]["outage"].endswith('it rejects new messages; a day takes max_size = "893.2MiB"')
+    assert 90 < said["kept"]["lasts"] < 105, "1 MiB of 1 kB ten times a second"
+    assert said["bare"]["whenFull"].startswith("rejects new messages for good: no enabled export holds")
+    assert said["bare"]["outage"] == ""
+    assert said["ring"]["whenFull"] == "overwrites its oldest messages, exported or not"
+    assert "it loses its oldest messages; a day takes" in said["ring"]["outage"]
+    assert said["old"]["whenFull"].endswith('retention = "exported" does')
+    assert "after 1h it loses its oldest messages" in said["short"]["outage"]
+    text = streambridge("check", "-c", path, env=OFFLINE).stdout
+    assert "with 10/s of 200B in each stream (--rate, --message):" in text
+    assert "  bare: when full, rejects new messages for good: " in text
+    assert "holds a day without the link" in text
+    assert streambridge("check", "-c", path, "--rate", "fast").returncode == 2

@@ -15,7 +15,7 @@ from pathlib import Path
 import paho.mqtt.client as paho
 import pytest
 
-from tests.cli.conftest import CHECKOUT, COMMAND, environment, streambridge
+from tests.cli.conftest import CHECKOUT, COMMAND, Fill, environment, streambridge
 from tests.mqtt.harness import connect
 
 ANY_PORT = """
@@ -320,3 +320,27 @@ def test_a_start_that_fails_to_read_names_the_file(tmp_path: Path, broken: str) 
     done = streambridge("run", "-c", config)
     assert done.returncode == 1
     assert f"streambridge: {path}: Input/output error" in done.stderr.splitlines()
+
+
+def test_a_start_says_which_streams_the_new_default_of_retention_changes(tmp_path: Path, fill: Fill) -> None:
+    data = fill([("sensors/a", b"1")])
+    fill([("a", b"1")], name="stated")
+    path = tmp_path / "x.toml"
+    path.write_text(
+        f'[gateway]\ndata_dir = "{data}"\n[streams.sensors]\n[streams.stated]\nretention="limits"\n'
+    )
+    (tmp_path / "conf.d").mkdir()
+    (tmp_path / "conf.d" / "ports.toml").write_text(ANY_PORT)
+    service = Service(path)
+    try:
+        service.wait_for("ready")
+        (line,) = [line for line in service.log if "retention was" in line]
+        assert "to undo that, set retention" in line
+        assert "in [streams.sensors]" in line
+        assert "stream=sensors" in line
+    finally:
+        assert service.stop() == 0
+    again = Service(path)
+    again.wait_for("ready")
+    assert again.stop() == 0
+    assert not any("retention" in line for line in again.log), "it is said once"

@@ -195,7 +195,7 @@ def test_a_stream_becomes_the_definition_that_a_client_would_send(path: Path) ->
 def test_a_stream_of_the_configuration_rejects_when_full_and_has_segments_that_fit(path: Path) -> None:
     stream = load(path, '[streams.small]\nmax_size = "64KiB"').streams["small"]
     assert stream.strategy_on_full is StrategyOnFull.RejectNewData
-    assert stream.stream_segment_size == stream.max_size == 65536
+    assert (stream.max_size, stream.stream_segment_size) == (65536, 8192), "an eighth can be freed"
 
 
 def test_fragments_are_merged_in_the_order_of_their_names(path: Path) -> None:
@@ -306,8 +306,8 @@ threads = 3
 
 def test_a_key_like_no_other_is_reported_with_the_valid_ones(path: Path) -> None:
     assert mistakes(path, "[greengrass]\nxyz = 1") == [
-        "streambridge.toml:2: greengrass.xyz = 1: unknown key; valid keys: authenticate_clients, "
-        "connections, connections_per_address, idle_timeout, listen, token_file, tokens_file, user, users"
+        "streambridge.toml:2: greengrass.xyz = 1: unknown key; valid keys: authenticate_clients, connections, "
+        "connections_per_address, idle_timeout, listen, retention, token_file, tokens_file, user, users"
     ]
 
 

@@ -56,7 +56,7 @@ class Gateway:
     async def append_status(self, name: str, payload: bytes) -> None:
         if name in self.refused:
             raise OSError(f"{name} is full")
-        await self.manager.append(name, payload)
+        await self.manager.keep(name, payload)
 
     def heal(self, name: str) -> None:
         """Set damage aside, as the service does when an export has met it."""
@@ -239,6 +239,9 @@ RECORDER = '''
 
     def retry_too_far(batch, config):
         return Outcome(retry=[2], error="busy")
+
+    def reject_all(batch, config):
+        return Outcome(rejected={n: "never" for n in range(len(batch.records))})
 
     def reject_from_the_end(batch, config):
         return Outcome(rejected={-1: "too large"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -183,5 +184,131 @@ def test_a_start_that_moves_keeps_the_counts(recorder: Path) -> None:
                 gateway.update("a", {"recorder": [to(recorder, identifier="new", startSequenceNumber=9)]})
             gateway.update("a", {"recorder": [to(recorder, identifier="new", startSequenceNumber=8)]})
             await until(lambda: numbers(recorder / "out")[16:] == [8, 9])
+
+    asyncio.run(scenario())
+
+
+def letters(gateway: Gateway, name: str) -> list[int]:
+    """The numbers of the messages in a dead-letter stream."""
+    return [json.loads(letter)["sequenceNumber"] for letter in gateway.read(name)]
+
+
+def test_what_a_client_adds_to_a_declared_stream_holds_none_of_its_messages(recorder: Path) -> None:
+    """Not an export that fails, nor a consumer that nobody asks."""
+
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            exports = {"recorder": [to(recorder)]}
+            gateway.create("a", exports, **SMALL)
+            gateway.manager.declare({"a": gateway.manager.definitions["a"]})
+            added = {"identifier": "y", "path": str(recorder / "other"), "fault": "wait"}
+            exports = {"recorder": [to(recorder), added], "consumer": [{"identifier": "c"}]}
+            gateway.update("a", exports, **SMALL)
+            for first in range(0, 3000, 100):
+                await gateway.append("a", *(b"%04d" % n * 30 for n in range(first, first + 100)))
+                await until(lambda end=first + 100: numbers(recorder / "out")[-1:] == [end - 1])
+                await freed(gateway, first + 100)
+            assert gateway.store.streams["a"].oldest > 2000
+            assert gateway.manager.is_exported(gateway.store.streams["a"]) is False, "the others still wait"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("change", ["removed", "disabled"])
+def test_a_declared_export_that_a_client_removes_or_disables_still_holds_its_messages(
+    recorder: Path, change: str
+) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            declared = to(recorder, fault="wait")
+            gateway.create("a", {"recorder": [declared]}, **SMALL)
+            gateway.manager.declare({"a": gateway.manager.definitions["a"]})
+            mine = {"identifier": "y", "path": str(recorder / "mine")}
+            kept = [] if change == "removed" else [{**declared, "disabled": True}]
+            gateway.update("a", {"recorder": [*kept, mine]}, **SMALL)
+            with pytest.raises(StreamFull, match="retention"):
+                for _ in range(10):
+                    await gateway.append("a", *(b"%04d" % n * 30 for n in range(100)))
+                    await gateway.manager.refresh()
+            assert gateway.store.streams["a"].oldest == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_full_stream_says_which_message_waits_and_what_retention_would_do(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("held", {"recorder": [to(recorder, fault="wait")]}, **SMALL)
+            gateway.create("kept", {}, **SMALL)
+            gateway.create("plain", {}, maxSize=65_536, streamSegmentSize=8_192)
+            texts = {
+                "held": "waits at message 0: see `streambridge exports`",
+                "kept": "frees nothing here, because it has no enabled export",
+                "plain": 'set retention = "exported", which frees what its exports have delivered',
+            }
+            for name, text in texts.items():
+                with pytest.raises(StreamFull, match=text):
+                    await gateway.append(name, *[bytes(1000)] * 70)
+
+    asyncio.run(scenario())
+
+
+def test_a_rejected_message_is_kept_by_default_before_its_segment_goes(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [to(recorder, fault="reject_all")]}, **SMALL)
+            for first in range(0, 1000, 100):
+                await gateway.append("a", *(b"%04d" % n * 30 for n in range(first, first + 100)))
+                await freed(gateway, first + 100)
+            assert gateway.store.streams["a"].oldest > 0
+            assert letters(gateway, "a-rejected") == list(range(1000))
+            kept = gateway.manager.definitions["a-rejected"]
+            assert (kept.flush_on_write, kept.strategy_on_full.name) == (True, "RejectNewData")
+
+    asyncio.run(scenario())
+
+
+def test_while_the_dead_letter_stream_is_full_the_export_holds_and_says_why(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("a-rejected", {}, maxSize=8_192, streamSegmentSize=8_192)
+            gateway.create("a", {"recorder": [to(recorder, fault="reject_all")]}, **SMALL)
+            await gateway.append("a", *(bytes(200) for _ in range(100)))
+            await until(lambda: "is full" in (gateway.status("a").error_message or ""))
+            first = len(gateway.read("a-rejected"))
+            assert gateway.status("a").rejected_messages_count == first < 100
+            gateway.update("a-rejected", {}, maxSize=1 << 20, streamSegmentSize=8_192)
+            await gateway.exported("a", 99)
+            assert sorted(set(letters(gateway, "a-rejected"))) == list(range(100))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("letters", "retention"), [("", "exported"), (None, "limits")])
+def test_without_a_dead_letter_stream_none_is_made(
+    recorder: Path, letters: str | None, retention: str
+) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            config = to(recorder, fault="reject_all") | ({} if letters is None else {"deadLetterStream": ""})
+            gateway.create("a", {"recorder": [config]}, **SMALL | {"retention": retention})
+            await gateway.append("a", b"x")
+            await until(lambda: gateway.status("a").rejected_messages_count == 1)
+            assert list(gateway.store.streams) == ["a"]
+
+    asyncio.run(scenario())
+
+
+def test_limits_that_discard_new_messages_also_free_what_is_exported(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            limits = {"maxMessages": 200, "discard": "new"}
+            gateway.create("a", {"recorder": [to(recorder)]}, **SMALL, limits=limits)
+            for first in range(0, 1000, 50):
+                await gateway.append("a", *(b"%04d" % n * 30 for n in range(first, first + 50)))
+                await until(lambda end=first + 50: numbers(recorder / "out")[-1:] == [end - 1])
+                await freed(gateway, first + 50)
+            assert gateway.store.streams["a"].live_messages() <= 200
+            assert {drop.reason for drop in gateway.store.streams["a"].drops.ranges} == {DropReason.EXPORTED}
 
     asyncio.run(scenario())

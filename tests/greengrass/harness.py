@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import cbor2
 import uvloop
@@ -66,7 +66,7 @@ class Exports:
     def statuses(self, name: str) -> list[ExportStatus]:
         return self.known[name]
 
-    def exported_upto(self, name: str) -> int | None:
+    def exported_upto(self, name: str, holding: object = None) -> int | None:
         return None
 
 
@@ -86,6 +86,7 @@ class Server:
         read_step: int = STEP,
         read_bytes: int = MOST_BYTES,
         owner: int | None = None,
+        retention: Literal["limits", "exported"] = "limits",
         **settings: Any,
     ) -> None:
         """`owner` is the user to whom all clients belong; None: their real one. `settings`: [greengrass]."""
@@ -95,7 +96,11 @@ class Server:
         self.data_dir, self._root = root / "data", root
         self.owner = owner
         self.config = GreengrassConfig(
-            listen=f"127.0.0.1:{port}", token_file=token_file, tokens_file=tokens_file, **settings
+            listen=f"127.0.0.1:{port}",
+            token_file=token_file,
+            tokens_file=tokens_file,
+            retention=retention,
+            **settings,
         )
         self.key_file: Path | None = None
         self.store: StreamStore

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
+
+import pytest
 
 from benchmarks.testbed.local import free_port
 from bridge.model import Limits, StrategyOnFull
@@ -56,6 +59,25 @@ def test_descriptions_hold_no_null_no_extension_and_every_list(server: Server, s
     assert stored.export_definition["s3"] == [{"identifier": "files", "bucket": "bucket"}]
     assert stored.export_definition["kinesis"][0]["lingerMillis"] == 5
     assert stored.export_definition["IotSitewise"][0]["identifier"] == "w"
+
+
+@pytest.mark.parametrize("retention", ["limits", "exported"])
+def test_streams_of_clients_have_the_retention_of_the_configuration(
+    tmp_path: Path, sdk: Sdk, retention: Literal["limits", "exported"]
+) -> None:
+    with Server(tmp_path, retention=retention) as server:
+        sdk.run(
+            """
+            client = StreamManagerClient()
+            full = StrategyOnFull.RejectNewData
+            client.create_message_stream(MessageStreamDefinition(name="S", strategy_on_full=full))
+            info = client.describe_message_stream("S")
+            info.definition.max_size *= 2
+            client.update_message_stream(info.definition)
+            """,
+            server,
+        )
+        assert server.manager.definitions["S"].retention == retention
 
 
 def test_every_error_reaches_the_application_as_its_exception(server: Server, sdk: Sdk) -> None:

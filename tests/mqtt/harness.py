@@ -111,7 +111,7 @@ class NoExports:
     def statuses(self, name: str) -> list[ExportStatus]:
         return []
 
-    def exported_upto(self, name: str) -> int | None:
+    def exported_upto(self, name: str, holding: object = None) -> int | None:
         return None
 
 

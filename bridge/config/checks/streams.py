@@ -191,6 +191,13 @@ def _compared(
             f"the stream exists with persistence {before.persistence.name}, which cannot be changed; write "
             f'"{before.persistence.name}", or delete the stream',
         )
+    if stream.retention != before.retention and not context.document.states((*keys, "retention")):
+        yield context.warning(
+            keys,
+            f'the stream exists with retention "{before.retention}"; the next start or reload makes it '
+            f'"{stream.retention}", the default: a full stream frees what all its exports have delivered; '
+            f'retention = "{before.retention}" keeps it as it is',
+        )
     size = 0 if stored.memory else _size(stored)
     if context.knows(*keys, "max_size") and stream.max_size < min(size, before.max_size):
         if stream.strategy_on_full is StrategyOnFull.OverwriteOldestData:
@@ -244,7 +251,13 @@ def _export(context: CheckContext, export: DeclaredExport) -> Iterator[Finding]:
             "another kind of export",
         )
     letters = config.dead_letter_stream
-    if letters is not None and letters not in context.config.streams:
+    if letters == "" and stream.retention == "exported":
+        yield context.warning(
+            (*keys, "dead_letter_stream"),
+            "a message that the destination rejects is kept nowhere; without this line it is kept in "
+            f"{stream.keeps_rejected_in!r}",
+        )
+    if letters and letters not in context.config.streams:
         yield context.warning(
             (*keys, "dead_letter_stream"), f"there is no [streams.{dotted((letters,))}]; add it"
         )
