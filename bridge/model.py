@@ -183,8 +183,10 @@ class StorageStatus(Struct, rename="camel", kw_only=True, frozen=True):
 class ExportStatus(Struct, rename="camel", kw_only=True, frozen=True):
     """How far one export of a stream is. Times are Unix time in ms; 0 is never, or not known.
 
-    Exported messages were accepted or rejected. Skipped ones were dropped from the stream before that. All
-    up to the last exported number are one or the other; so are the ranges `exported_ahead` above it.
+    Exported messages were accepted or rejected. Skipped ones were left out, or dropped from the stream before
+    that; `lost` ones were dropped although nobody wanted that (`streams.drops.LOST_TO_EXPORTS`), also those
+    that the export has yet to notice. With `topics`, nobody knows which of them it would have sent. All up to
+    the passed number are exported or skipped; so are the ranges `exported_ahead` above it.
     """
 
     export_config_identifier: str
@@ -203,10 +205,14 @@ class ExportStatus(Struct, rename="camel", kw_only=True, frozen=True):
     next_attempt_time: int = 0  # after a failure; of a batch that collects messages, at the latest
     error_since: int = 0  # when error_message first was not None
     exported_ahead: list[tuple[int, int]] = []  # with the newest first
+    passed_sequence_number: int = -1  # more than the last exported one if messages were dropped
+    lost_messages_count: int = 0
+    last_lost: tuple[int, int] | None = None  # the numbers that were lost last
+    last_lost_time: int = 0
 
     def first_pending(self, oldest: int) -> int:
         """The first number from the stream's oldest on that is pending, or that of the next message."""
-        position = max(self.last_exported_sequence_number + 1, oldest)
+        position = max(self.last_exported_sequence_number + 1, self.passed_sequence_number + 1, oldest)
         for first, last in self.exported_ahead:
             if first <= position <= last:
                 return last + 1

@@ -65,7 +65,8 @@ def list_command(
 ) -> None:
     """Show the progress of each export, and its last error. This is the default.
 
-    EXPORTED is the number of the last message that the destination has. PENDING counts the messages after it.
+    EXPORTED is the number of the last message that the destination has. PENDING counts the messages after it,
+    LOST those that were dropped before they were exported, which no retry brings back.
     """
     output.behave_in_pipes()
     directory = data_directory(config, data_dir)
@@ -82,7 +83,7 @@ def list_command(
         output.echo("no exports")
         return
     output.table(
-        ["STREAM", "EXPORT", "KIND", "EXPORTED", "PENDING", "REJECTED", "LAST ATTEMPT", "STATE"],
+        ["STREAM", "EXPORT", "KIND", "EXPORTED", "PENDING", "REJECTED", "LOST", "LAST ATTEMPT", "STATE"],
         [
             [
                 row["stream"],
@@ -91,6 +92,7 @@ def list_command(
                 row["lastExportedSequenceNumber"] if row["lastExportedSequenceNumber"] >= 0 else "-",
                 row["pendingMessages"],
                 row["rejectedMessages"],
+                row["lostMessages"],
                 output.timestamp(row["lastExportTime"]) if row["lastExportTime"] else "-",
                 export_state(row),
             ]
@@ -206,6 +208,9 @@ def export_rows(described: dict[str, Any]) -> list[dict[str, Any]]:
                 "exportedBytes": status.exported_bytes_from_stream,
                 "rejectedMessages": status.rejected_messages_count,
                 "skippedMessages": status.skipped_messages_count,
+                "lostMessages": status.lost_messages_count,
+                "lastLost": status.last_lost,
+                "lastLostTime": status.last_lost_time,
                 "errorMessage": status.error_message,
                 "errorSince": status.error_since,
                 "failedAttempts": status.failed_attempts,
@@ -214,6 +219,17 @@ def export_rows(described: dict[str, Any]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def lost_text(row: dict[str, Any]) -> str:
+    """Return what was dropped before it was exported, such as `, 12 LOST, the last 3 to 14 at ...`."""
+    if not row["lostMessages"]:
+        return ""
+    first, last = row["lastLost"]
+    when = f" at {output.timestamp(row['lastLostTime'])}" if row["lastLostTime"] else ""
+    return (
+        f", {row['lostMessages']} LOST: dropped before they were exported, the last {first} to {last}{when}"
+    )
 
 
 def export_state(row: dict[str, Any]) -> str:

@@ -15,6 +15,8 @@ from bridge.errors import CorruptData, StreamNotFound
 from bridge.export.cursor import stored_status
 from bridge.model import ExportStatus, MessageStreamDefinition, encryption_status, with_pauses
 from bridge.plugin.consumer import KIND
+from bridge.streams.drops import DropLog
+from bridge.streams.layout import Files
 from bridge.streams.reader import StreamMeta, StreamReader, list_damaged, list_streams
 from bridge.streams.segment import StreamMessage
 from bridge.streams.store import MEMORY, is_running
@@ -77,27 +79,33 @@ def describe_stream(
     wire = msgspec.to_builtins(definition)
     wire["strategyOnFull"] = definition.strategy_on_full.name
     wire["persistence"] = definition.persistence.name
+    contents = _contents(directory, wanted=definition.encryption)
+    if statuses is None:
+        oldest = contents["storageStatus"]["oldestSequenceNumber"]
+        statuses = with_pauses(_exports(data_dir, meta, definition, oldest), meta.paused)
     return {
         "name": meta.name,
         "epoch": meta.epoch,
         "directory": str(directory),
-        **_contents(directory, wanted=definition.encryption),
-        "exportStatuses": (
-            with_pauses(_exports(data_dir, meta, definition), meta.paused) if statuses is None else statuses
-        ),
+        **contents,
+        "exportStatuses": statuses,
         "definition": wire,
     }
 
 
-def _exports(data_dir: Path, meta: StreamMeta, definition: MessageStreamDefinition) -> Iterator[ExportStatus]:
+def _exports(
+    data_dir: Path, meta: StreamMeta, definition: MessageStreamDefinition, oldest: int
+) -> Iterator[ExportStatus]:
     """Yield the status of each export, from its cursor if it has one."""
+    drops = DropLog(Files(), _files(data_dir, meta))
     for kind, items in definition.export_definition.items():
         for item in items:
             identifier = str(item.get("identifier", ""))
             if kind == KIND:
-                yield consumer.stored_status(data_dir, meta.name, meta.epoch, identifier)
+                yield consumer.stored_status(data_dir, meta.name, meta.epoch, identifier, drops)
             else:
-                yield stored_status(data_dir, meta.name, meta.epoch, kind, identifier)
+                upto = 0 if item.get("disabled") else oldest
+                yield stored_status(data_dir, meta.name, meta.epoch, kind, identifier, drops, upto)
 
 
 def _contents(directory: Path, *, wanted: bool) -> dict[str, Any]:

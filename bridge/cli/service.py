@@ -61,7 +61,7 @@ def check(
     at --rate.
     """
     from bridge.config.checks import examine
-    from bridge.config.checks.outlook import outlooks
+    from bridge.config.checks.outlook import outlook
     from bridge.streams.store import running
 
     try:
@@ -76,7 +76,7 @@ def check(
             "the addresses it listens on are not tried"
         )
     failed = any(finding.level == "error" for finding in findings)
-    streams = list(outlooks(settings.streams.values(), number, size))
+    streams = [outlook(stream, number, size) for stream in settings.streams.values()]
     if as_json:
         output.json({"ok": not failed, "findings": findings, "streams": streams})
     else:

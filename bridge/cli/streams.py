@@ -16,7 +16,7 @@ import typer
 
 from bridge import topics
 from bridge.cli import changes, output
-from bridge.cli.exports import export_rows, export_state
+from bridge.cli.exports import export_rows, export_state, lost_text
 from bridge.cli.lookup import (
     damaged,
     describe_stream,
@@ -153,6 +153,7 @@ def describe(
         + f", {row['pendingMessages']} pending"
         + (f", {row['rejectedMessages']} rejected" if row["rejectedMessages"] else "")
         + (f", {row['skippedMessages']} skipped" if row["skippedMessages"] else "")
+        + lost_text(row)
         + (f"; {state}" if (state := export_state(row)) not in ("ok", "disabled") else "")
         + ("; disabled: does not hold data back" if row["disabled"] else "")
         for row in export_rows(info)

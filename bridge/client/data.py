@@ -279,6 +279,10 @@ class ExportStatus(Data):
     error_since: int | None = None
     failed_attempts: int | None = None
     next_attempt_time: int | None = None
+    passed_sequence_number: int | None = None
+    lost_messages_count: int | None = None
+    last_lost: list[int] | None = None
+    last_lost_time: int | None = None
 
 
 class EncryptionStatus(Data):

@@ -389,10 +389,11 @@ def _stream(
     table.setdefault("strategy_on_full", StrategyOnFull.RejectNewData.name)
     table.setdefault("retention", "exported")
     definition = reader.struct(MessageStreamDefinition, table, keys, renamed=RENAMED, fixed=fixed)
-    if definition is None or ("segment_size" in table and segment_size(definition) is None):
+    mistake = None if definition is None else segment_size(definition)
+    if definition is None or ("segment_size" in table and mistake is None):
         return definition
-    if "segment_size" in table and (*keys, "max_size") not in reader.broken:
-        reader.problem((*keys, "segment_size"), sentence(segment_size(definition)))
+    if mistake is not None and "segment_size" in table and (*keys, "max_size") not in reader.broken:
+        reader.problem((*keys, "segment_size"), sentence(mistake))
     return msgspec.structs.replace(definition, stream_segment_size=segment_for(definition.max_size))
 
 

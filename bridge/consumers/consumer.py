@@ -23,6 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from bridge.consumers.journal import Identity, Journal, load, path_of
 from bridge.consumers.position import Lease, Position
 from bridge.errors import (
@@ -41,6 +43,7 @@ from bridge.plugin.consumer import ConsumerConfig
 from bridge.plugin.withheld import Withheld
 from bridge.ranges import Ranges
 from bridge.runtime import Runtime
+from bridge.streams.drops import Drops
 from bridge.streams.layout import Files
 from bridge.streams.reader import first_since
 from bridge.streams.segment import StreamMessage
@@ -134,6 +137,7 @@ class Consumer:
             self.position = Position(self._start())
             if loaded is not None and loaded.identity.epoch == stream.epoch:  # only the start has changed
                 self.position.counts = loaded.changes[-1].counts
+            self._waive()
         self._journal = Journal(self._host.files, self.path, identity, loaded)
         self._saved = -1  # the version on the disk; what a killed process wrote may not be synced
         self._whole = True  # the next write must have the complete position
@@ -149,6 +153,12 @@ class Consumer:
         with closing(stream.reader()) as reader:
             return first_since(reader, first, stream.next_sequence, since)
 
+    def _waive(self) -> None:
+        """What was dropped before a consumer began is not lost to it."""
+        counts, stream = self.position.counts, self.stream
+        waived = stream.drops.lost(self.position.upto, stream.next_sequence - 1)
+        counts.passed = msgspec.structs.replace(counts.passed, waived=waived)
+
     def configure(self, stream: Stream, config: ConsumerConfig) -> None:
         """Apply a changed definition. A new start moves the position; leases keep their deadlines."""
         self.stream, self.config = stream, config
@@ -156,6 +166,7 @@ class Consumer:
         if self._journal.identity != identity:
             counts, self.position = self.position.counts, Position(self._start())
             self.position.counts = counts
+            self._waive()
             self._journal.identity = identity
             self._whole, self._saved = True, -1
         self.position.queue_all()  # a message may be delivered more often now
@@ -164,7 +175,7 @@ class Consumer:
     # -- what is shown -----------------------------------------------------------------------------------
     def status(self) -> ExportStatus:
         """Return the status for descriptions of the stream."""
-        return _status(self.config.identifier, self.position, self.error)
+        return _status(self.config.identifier, self.position, self.error, self.stream.drops)
 
     @property
     def saved_upto(self) -> int:
@@ -329,6 +340,9 @@ class Consumer:
 
     def _gone(self, first: int, last: int) -> None:
         if first <= last:
+            counts, drops = self.position.counts, self.stream.drops
+            for a, b in self.position.settled.missing(first, last):
+                counts.passed = counts.passed.add(drops.within(a, b))
             self.position.skip(first, last)
 
     def _take_back(self, leases: Iterable[Lease]) -> None:
@@ -457,10 +471,9 @@ class Consumer:
             return
         if stream.drops.number != self._drops_seen:
             self._drops_seen = stream.drops.number
-            if stream.oldest > position.upto:
-                position.skip(position.upto, stream.oldest - 1)
+            self._gone(position.upto, stream.oldest - 1)
             for number in [n for n in position.leases if stream.drops.count(n, n)]:
-                position.skip(number, number)
+                self._gone(number, number)
             self.wake()
         if self.config.start_time is not None and self._saved < 0 and self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._save_start())
@@ -567,7 +580,9 @@ class Consumer:
         return self._flight
 
 
-def stored_status(data_dir: Path, stream: str, epoch: int, identifier: str) -> ExportStatus:
+def stored_status(
+    data_dir: Path, stream: str, epoch: int, identifier: str, drops: Drops | None = None
+) -> ExportStatus:
     """Return the status of a consumer from its file, or that of a new one without a file."""
     loaded, position = None, Position(0)
     with suppress(CorruptData, OSError):
@@ -575,14 +590,18 @@ def stored_status(data_dir: Path, stream: str, epoch: int, identifier: str) -> E
     if loaded is not None and loaded.identity.epoch == epoch:
         for change in loaded.changes:
             position.apply(change, 0)
-    return _status(identifier, position, None)
+    return _status(identifier, position, None, drops)
 
 
-def _status(identifier: str, position: Position, error: str | None) -> ExportStatus:
-    counts = position.counts
+def _status(identifier: str, position: Position, error: str | None, drops: Drops | None) -> ExportStatus:
+    counts, passed = position.counts, position.counts.passed
     return ExportStatus(
         export_config_identifier=identifier,
-        last_exported_sequence_number=position.upto - 1,
+        last_exported_sequence_number=passed.sent_below(position.upto),
+        passed_sequence_number=position.upto - 1,
+        lost_messages_count=passed.lost,
+        last_lost=(passed.lost_first, passed.lost_last) if passed.lost else None,
+        last_lost_time=drops.time_of(passed.lost_last) if drops is not None and passed.lost else 0,
         last_export_time=counts.last_time,
         error_message=error,
         exported_bytes_from_stream=counts.size,

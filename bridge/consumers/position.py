@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from bridge.decoded import Natural, Next
 from bridge.ranges import Pair, Ranges, runs
+from bridge.streams.drops import Passed
 
 FEW = 100  # stale entries of `_due` that do no harm
 
@@ -39,6 +40,7 @@ class Counts(Struct, array_like=True):
     rejected: Natural = 0
     skipped: Next = 0
     last_time: Natural = 0
+    passed: Passed = Passed()  # of the skipped ones, those that were dropped
 
 
 class Change(Struct, array_like=True, frozen=True):

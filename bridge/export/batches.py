@@ -43,6 +43,7 @@ class Batches:
         self._postponed: set[int] = set()  # of these, the ones that a later attempt sends
         self._done: set[int] = set()  # the numbers of the planned batch that were accepted or rejected
         self._may_have_arrived = False  # an attempt of the planned batch got no answer
+        self._gone: list[tuple[int, int, str]] = []  # of the planned batch, not exported, with the reasons
         self._handled = 0  # the settled messages of the planned batch
         self._sizing = Sizing()
         self._order = Order(position.source, planner, host.tuning.behind)
@@ -147,6 +148,7 @@ class Batches:
             gone = intersection(gone, pending)
         if gone:
             self._skip(gone, exporter)
+            self._gone += gone
         if gone or pending is not None:
             self._pending = {record.sequence_number for record in records}
         return records
@@ -166,7 +168,10 @@ class Batches:
             return NoBatch.LATER if self._order.has_backlog(cursor) else NoBatch.NOT_DUE
         self._skip(plan.skipped, exporter)
         cursor.skipped += plan.position - first
-        cursor.settle(first, plan.position - 1)
+        with self._position.lock:
+            cursor.settle(first, plan.position - 1)
+            cursor.passed = cursor.passed.add(gap for gap in plan.skipped if gap[1] < plan.position)
+        self._gone = [gap for gap in plan.skipped if gap[1] >= plan.position]
         records, self._position.dirty = plan.records, True
         self._planner.state.rules = self._filters(config)
         self._remember()
@@ -255,8 +260,11 @@ class Batches:
         cursor.skipped += max(
             last - first + 1 - self._handled, 0
         )  # a plugin may have made two records of one
-        cursor.unplan()
-        cursor.settle(first, last)
+        with self._position.lock:
+            cursor.unplan()
+            cursor.settle(first, last)
+            cursor.passed = cursor.passed.add(self._gone)
+        self._gone = []
         self._pending, self._position.dirty = None, True
         self._remember()
 

@@ -77,6 +77,7 @@ from bridge.objectkeys import JOINED, LOSSES
 from bridge.plugin.api import ExportConfig
 from bridge.plugin.transform import MAX_STATE as AREA
 from bridge.ranges import Pair, Ranges
+from bridge.streams.drops import DropLog, Passed
 from bridge.streams.layout import Files, directory_name
 
 SLOT = 4096
@@ -99,7 +100,8 @@ class Cursor(Struct, kw_only=True):
     the highest number that may have been sent or was passed, -1 if none. It never decreases, and a start
     beyond the newest message does not count. In a boot other than `boot`, use `reserved` instead, because a
     later `reached` may be lost. `transform` is the state of the transforms at `position`. `skipped` counts
-    the numbers that the position has passed without exporting or rejecting a message. `stopped` is the
+    the numbers that the position has passed without exporting or rejecting a message; `passed` has those that
+    were dropped. `stopped` is the
     `fingerprint` of the configuration with which the exporter raised `Stopped`; empty while the export may
     run. `limit` is that of `sizing`, 0 for none. `error_since` is when the export began to report errors,
     Unix time in ms.
@@ -128,6 +130,7 @@ class Cursor(Struct, kw_only=True):
     reserved: FromMinusOne | UnsetType = UNSET
     boot: str | UnsetType = UNSET
     begun: FromMinusOne | UnsetType = UNSET  # written by versions that know it
+    passed: Passed = Passed()
 
     def begins_as(self, other: Cursor) -> bool:
         """Return whether no update has moved the start since. `other` is a new cursor.
@@ -201,11 +204,21 @@ class Cursor(Struct, kw_only=True):
             self.ahead = ranges or UNSET
         self.position = last + 1
 
-    def status(self, identifier: str) -> ExportStatus:
-        """Return the status for descriptions of the stream."""
+    def status(self, identifier: str, drops: DropLog | None = None, oldest: int = 0) -> ExportStatus:
+        """Return the status for descriptions of the stream.
+
+        With the stream's `drops` and its oldest number, dropped messages that it has still to pass count as
+        lost too, except those of the planned batch: an attempt may be under way, and arrive.
+        """
+        passed, planned = self.passed, self.batch
+        if drops is not None and oldest > self.position:
+            known = Ranges([*self.ranges, *([] if planned is None else [planned])])
+            for first, last in known.missing(self.position, oldest - 1):
+                passed = passed.add(drops.within(first, last))
         return ExportStatus(
             export_config_identifier=identifier,
-            last_exported_sequence_number=self.position - 1,
+            last_exported_sequence_number=self.passed.sent_below(self.position),
+            passed_sequence_number=self.position - 1,
             last_export_time=self.last_time,
             error_message=self.error,
             exported_bytes_from_stream=self.size,
@@ -215,6 +228,9 @@ class Cursor(Struct, kw_only=True):
             stopped=bool(self.stopped),
             error_since=self.error_since if self.error is not None else 0,
             exported_ahead=self.ranges,
+            lost_messages_count=passed.lost,
+            last_lost=(passed.lost_first, passed.lost_last) if passed.lost else None,
+            last_lost_time=drops.time_of(passed.lost_last) if drops is not None and passed.lost else 0,
         )
 
 
@@ -243,14 +259,22 @@ def stream_directory(data_dir: Path, stream: str) -> Path:
     return data_dir / "exports" / directory_name(stream)
 
 
-def stored_status(data_dir: Path, stream: str, epoch: int, kind: str, identifier: str) -> ExportStatus:
-    """Return the status of an export from its file, or that of a new export without a file."""
+def stored_status(
+    data_dir: Path,
+    stream: str,
+    epoch: int,
+    kind: str,
+    identifier: str,
+    drops: DropLog | None = None,
+    oldest: int = 0,
+) -> ExportStatus:
+    """Return the status of an export from its file, as `Cursor.status`, or that of a new one."""
     found: Cursor | None = None
     with contextlib.suppress(CorruptData, OSError):
         found = CursorFile.read(stream_directory(data_dir, stream) / f"{directory_name(identifier)}.cursor")
     if found is None or (found.epoch, found.kind) != (epoch, kind):
         return ExportStatus(export_config_identifier=identifier)
-    return found.status(identifier)
+    return found.status(identifier, drops, oldest)
 
 
 def highest_exported(data_dir: Path, name: str, epoch: int, boot: str | None = None) -> int:

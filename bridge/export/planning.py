@@ -21,8 +21,8 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from itertools import count, repeat
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from bridge.filtered import MAX_SPAN
 from bridge.plugin.api import Batching, BatchLimits, ExportConfig, Record
 from bridge.plugin.transform import TransformState
 from bridge.plugin.withheld import Withheld
-from bridge.streams.drops import DropLog, DropReason
+from bridge.streams.drops import DropLog
 from bridge.streams.layout import Files
 from bridge.streams.reader import StreamReader
 from bridge.streams.segment import Frame, columns
@@ -67,6 +67,16 @@ class Source:
         self.loses_tail = True  # a power cut may take messages that were exported
         self.oldest = 0
         self.next = 0
+        self._drops: DropLog | None = None
+
+    def drops(self) -> DropLog | None:
+        """The record of drops as it is now; None if it cannot be read. For the main thread."""
+        with suppress(OSError):
+            if self._drops is None:
+                self._drops = DropLog(Files(), self.directory)
+            self._drops.refresh()
+            return self._drops
+        return None
 
 
 class Plan(NamedTuple):
@@ -335,6 +345,10 @@ class Planner:
         self._drops.refresh()
         return [part for hole in holes for part in self._with_reasons(*hole)]
 
+    def lost(self, position: int) -> int:
+        """How many messages from a position on are lost already, to an export that begins there now."""
+        return DropLog(Files(), self._source.directory).lost(position, self._source.next - 1)
+
     def oldest(self) -> int:
         """The number of the oldest stored message, or the next number if there is none."""
         return self._stream().oldest()
@@ -412,13 +426,7 @@ class Planner:
 
     def _with_reasons(self, first: int, last: int) -> list[tuple[int, int, str]]:
         assert self._drops is not None
-        ranges = self._drops.ranges
-        begin = bisect_left(ranges, first, key=attrgetter("last"))
-        end = bisect_right(ranges, last, key=attrgetter("first"))
-        parts = [
-            (max(first, drop.first), min(last, drop.last), DropReason(drop.reason).name.lower())
-            for drop in ranges[begin:end]
-        ]
+        parts = self._drops.within(first, last)
         # The drop log has a reason for each drop: a message that is missing without one is lost.
         parts += [(a, b, "unknown") for a, b in self._drops.live(first, last)]
         return sorted(parts)

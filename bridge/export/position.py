@@ -19,8 +19,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 from msgspec import UNSET
@@ -28,7 +29,7 @@ from msgspec import UNSET
 from bridge.errors import CorruptData
 from bridge.export import cursor as cursors
 from bridge.export.host import Host
-from bridge.export.planning import Source
+from bridge.export.planning import Planner, Source
 from bridge.export.sizing import FIRST
 from bridge.model import ExportStatus
 from bridge.plugin.api import BatchLimits, ExportConfig
@@ -70,6 +71,7 @@ class Position:
         # The export of the same name that this one replaced. It may know more than its last write.
         self.replaced: Position | None = None
         self.cursor = self._fresh(config)
+        self.lock = threading.Lock()  # of the position and what it has passed, which belong together
         self.skipped: cursors.Skipped | None = None
 
     @property
@@ -93,12 +95,9 @@ class Position:
             limit=FIRST,
         )
 
-    def load(self, config: ExportConfig, oldest: Callable[[], int]) -> bool:
-        """Open the files and read the position; return whether there was one. Raises OSError.
-
-        `oldest` returns the number of the oldest stored message of the stream.
-        """
-        fresh, found = self._fresh(config), None
+    def load(self, config: ExportConfig, planner: Planner) -> bool:
+        """Open the files and read the position; return whether there was one. Raises OSError."""
+        fresh, found, is_first = self._fresh(config), None, False
         before, self.replaced = self.replaced, None
         try:
             if before is not None and before.is_loaded:
@@ -109,6 +108,8 @@ class Position:
             fresh.fail(f"{error}; exporting again from {fresh.position}")
             log.error("%s: %s", self.label, fresh.error)
         else:
+            # It was made with the stream, and nothing was dropped before it began.
+            is_first = not self._begun and (found is None or found.epoch != self.source.epoch)
             if found is not None and found.epoch == self.source.epoch:
                 fresh.reached = found.reached = found.sent(self._host.boot)
             if found is None or found.epoch != self.source.epoch or found.kind != self._kind:
@@ -117,12 +118,18 @@ class Position:
             elif not found.begins_as(fresh):  # a new start moves the position; the rest stays
                 fresh.messages, fresh.size, fresh.last_time = found.messages, found.size, found.last_time
                 fresh.rejected, fresh.skipped, fresh.limit = found.rejected, found.skipped, found.limit
+                fresh.passed = found.passed
                 found = None
         if found is None and not self._contiguous:
             # Messages dropped before the export began are counted, but not reported to the exporter.
-            first = max(oldest(), fresh.position)
+            first = max(planner.oldest(), fresh.position)
             fresh.skipped += first - fresh.position
+            counts = is_first and not config.disabled
+            gaps = planner.missing(fresh.position, first - 1, []) if counts else []
+            fresh.passed = fresh.passed.add(gaps or [(fresh.position, first - 1, "skipped")])
             fresh.position = first
+        if found is None and not is_first:
+            fresh.passed = msgspec.structs.replace(fresh.passed, waived=planner.lost(fresh.position))
         loaded = found or fresh
         loaded.begun = self._begun
         if loaded.stopped and loaded.stopped != cursors.fingerprint(config):
@@ -144,10 +151,16 @@ class Position:
         self._host.changed(self.source.name)
         return found is not None
 
-    def status(self) -> ExportStatus:
-        """The status in descriptions of the stream; before `load`, the stored one."""
+    def status(self, *, disabled: bool) -> ExportStatus:
+        """The status in descriptions of the stream; before `load`, the stored one.
+
+        A `disabled` export loses nothing meanwhile. For the worker's main thread.
+        """
         if self.is_loaded:
-            return self.cursor.status(self.key[1])
+            with self.lock:
+                oldest = 0 if disabled else self.source.oldest
+                dropped = oldest > self.cursor.position or self.cursor.passed.lost
+                return self.cursor.status(self.key[1], self.source.drops() if dropped else None, oldest)
         stored = cursors.stored_status(
             self._host.data_dir, self.source.name, self.source.epoch, self._kind, self.key[1]
         )

@@ -155,7 +155,7 @@ class Task:
             at = _unix_millis(self._backoff.until - now)
         elif self._collects_until > now and not self._rests:
             at = _unix_millis(self._collects_until - now)
-        status = self.position.status()
+        status = self.position.status(disabled=self.config.disabled)
         return msgspec.structs.replace(status, failed_attempts=attempts, next_attempt_time=at)
 
     def due(self) -> float:
@@ -264,7 +264,7 @@ class Task:
             self._host.changed(self.source.name)
 
     def _load(self) -> None:
-        found = self.position.load(self.config, self._planner.oldest)
+        found = self.position.load(self.config, self._planner)
         self._batches.resume()
         if found and self._cls.idle is not Exporter.idle:
             # The previous worker may have died between its last batch and the call to `idle`.

@@ -227,6 +227,10 @@ class Worker:
                 self._timeline.offset = age_offset
                 source = self._sources.get(name)
                 if source is not None:
+                    if oldest != source.oldest:
+                        tasks = self._scheduler.of_stream(name)
+                        if any(task.position.cursor.position < oldest for task in tasks):
+                            self.changed(name)  # what one of them has not sent was dropped
                     source.oldest, source.next = oldest, max(source.next, following)
                     self._scheduler.wake(name)
             case wire.Define():

@@ -69,6 +69,7 @@ class Totals(Struct, rename="camel", kw_only=True):
     active: int
     failing: int
     stopped: int
+    losing: int
     dropped: int
     lost: int
 
@@ -276,7 +277,9 @@ def _bounded(state: ServiceState, stream: str = "", export: str = "") -> Status:
             ROWS, streams, lambda s: (s.error is None and s.name not in failing, s.name)
         )
     if len(exports) > ROWS:
-        exports = heapq.nsmallest(ROWS, exports, lambda e: (not e.stopped, e.error is None, -e.lag))
+        exports = heapq.nsmallest(
+            ROWS, exports, lambda e: (not e.lost_messages, not e.stopped, e.error is None, -e.lag)
+        )
     active = [e for e in state.exports if not e.disabled and not e.paused]
     totals = Totals(
         streams=len(state.streams),
@@ -289,7 +292,11 @@ def _bounded(state: ServiceState, stream: str = "", export: str = "") -> Status:
         active=len(active),
         failing=sum(e.error is not None for e in active),
         stopped=sum(e.stopped for e in active),
-        dropped=sum(n for s in state.streams for why, n in s.dropped.items() if why not in LOSSES),
+        losing=sum(e.lost_messages > 0 for e in state.exports),
+        dropped=sum(
+            max(0, sum(n for why, n in s.dropped.items() if why not in LOSSES) - s.lost)
+            for s in state.streams
+        ),
         lost=lost(state),
     )
     shown = msgspec.structs.asdict(state) | {"streams": streams, "exports": exports}

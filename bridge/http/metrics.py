@@ -85,6 +85,8 @@ export_rejected_messages_total counter stream export kind
     Messages that the destination can never accept; continues over restarts.
 export_skipped_messages_total counter stream export kind
     Messages that were dropped before they were exported, or left out by topics; continues over restarts.
+export_lost_messages_total counter stream export kind
+    Messages that limits, overwriting or damage took before they were exported; continues over restarts.
 export_unacknowledged_messages gauge stream export kind
     Messages that clients of a consumer have fetched and not acknowledged yet; 0 for other exports.
 export_last_attempt_timestamp_seconds gauge stream export kind
@@ -290,6 +292,7 @@ def _exports(state: ServiceState) -> Iterator[Value]:
         yield "export_bytes_total", labels, export.exported_bytes
         yield "export_rejected_messages_total", labels, export.rejected_messages
         yield "export_skipped_messages_total", labels, export.skipped_messages
+        yield "export_lost_messages_total", labels, export.lost_messages
         yield "export_unacknowledged_messages", labels, export.unacknowledged_messages
         yield "export_last_attempt_timestamp_seconds", labels, export.last_export_time / 1000
         yield "export_failing", labels, export.error is not None

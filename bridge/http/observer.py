@@ -309,14 +309,15 @@ class Observer:
         for front_end in self._bridging:
             counts |= front_end.upstream_stats()
         clock = self._manager.store.clock
+        exports = {name: self._exports_of(name) for name in self._manager.names()}
         return ServiceState(
             gateway=self._gateway,
             version=self._version,
             started=self._started,
             time=now,
             readiness=self.readiness(),
-            streams=[self._stream(name, now, before) for name in self._manager.names()],
-            exports=[export for name in self._manager.names() for export in self._exports_of(name)],
+            streams=[self._stream(name, now, before, exports[name]) for name in exports],
+            exports=[export for found in exports.values() for export in found],
             connections=sum(counts[name].get("connections", 0) for name in self._devices),
             counts=counts,
             upstreams=[
@@ -343,7 +344,9 @@ class Observer:
         """The newest numbers that are old enough to compute a rate."""
         return next((kept for kept in reversed(self._numbers) if kept[0] <= now - STEP * 900), (now, {}))
 
-    def _stream(self, name: str, now: int, before: tuple[int, dict[str, int]]) -> StreamState:
+    def _stream(
+        self, name: str, now: int, before: tuple[int, dict[str, int]], exports: Sequence[ExportState]
+    ) -> StreamState:
         stream, definition = self._manager.store.streams[name], self._manager.definitions[name]
         counters = stream.counters
         rate = None
@@ -359,7 +362,7 @@ class Observer:
             messages=stream.live_messages(),
             size=stream.total_bytes,
             max_size=stream.settings.max_size,
-            overwrites=stream.settings.overwrite,
+            overwrites=stream.settings.overwrite or (stream.exported_upto or 0) > stream.oldest,
             pending=stream.pending_bytes,
             oldest=stream.oldest,
             newest=stream.next_sequence - 1,
@@ -368,6 +371,7 @@ class Observer:
             limits=self._limits_of(definition),
             encryption=stream.encryption().text,
             dropped={reason: number for reason, number in counters.items() if reason in DROPS},
+            lost=max((export.lost_messages for export in exports), default=0),
             rejected={reason: number for reason, number in counters.items() if reason in REFUSALS},
             deduplicated=counters.get("deduplicated", 0),
             failures={what: number for what, number in counters.items() if what in FAILURES},
@@ -410,6 +414,9 @@ class Observer:
                     exported_bytes=status.exported_bytes_from_stream,
                     rejected_messages=status.rejected_messages_count,
                     skipped_messages=status.skipped_messages_count,
+                    lost_messages=status.lost_messages_count,
+                    last_lost=status.last_lost,
+                    last_lost_time=status.last_lost_time,
                     unacknowledged_messages=status.unacknowledged_messages_count,
                     last_export_time=status.last_export_time,
                     error=status.error_message or None,

@@ -26,8 +26,9 @@ UNSTORED = ("dropped_", "rejected_")  # counters of front ends: messages that th
 class StreamState(Struct, rename="camel", kw_only=True):
     """One stream. `dropped` and `rejected` count messages by reason since the start.
 
-    `failures` counts other failures of its files, by kind. `encryption` is a text such as "on, 2 older
-    segments are not encrypted". `deleting`: it is deleted once all of it is exported.
+    `lost` of the dropped ones were lost to an export, in all. `failures` counts other failures of its files,
+    by kind. `encryption` is a text such as "on, 2 older segments are not encrypted". `deleting`: it is
+    deleted once all of it is exported. `overwrites`: to be full is no trouble, the oldest messages go.
     """
 
     name: str
@@ -47,6 +48,7 @@ class StreamState(Struct, rename="camel", kw_only=True):
     limits: list[str]
     encryption: str
     dropped: dict[str, int]
+    lost: int
     rejected: dict[str, int]
     deduplicated: int
     failures: dict[str, int]
@@ -59,6 +61,7 @@ class ExportState(Struct, rename="camel", kw_only=True):
     An operator has `paused` it, or the definition has `disabled` it. While it fails, `failed_attempts` counts
     the attempts in a row, `next_attempt` is the time of the next one, and `error_since` when the errors
     began. Without an error, `next_attempt` is when the batch that collects messages is sent at the latest.
+    `lost_messages` were dropped before they were exported, the numbers `last_lost` at `last_lost_time`.
     """
 
     stream: str
@@ -74,6 +77,9 @@ class ExportState(Struct, rename="camel", kw_only=True):
     exported_bytes: int
     rejected_messages: int
     skipped_messages: int
+    lost_messages: int
+    last_lost: tuple[int, int] | None
+    last_lost_time: int
     unacknowledged_messages: int
     last_export_time: int
     error: str | None
@@ -167,14 +173,15 @@ class ServiceState(Struct, rename="camel", kw_only=True):
 def lost(state: ServiceState) -> int:
     """The messages that were lost or rejected since the start, without those that streams drop as configured.
 
-    Front ends count what they reject, and what they drop for subscribers: that is lost to them.
+    What was dropped before it was exported is lost, once for all exports of a stream; that continues over
+    restarts. Front ends count what they reject, and what they drop for subscribers: that is lost to them.
     """
-    damaged = sum(n for stream in state.streams for why, n in stream.dropped.items() if why in LOSSES)
+    damaged = ((sum(n for why, n in one.dropped.items() if why in LOSSES), one.lost) for one in state.streams)
     rejected = sum(n for stream in state.streams for n in stream.rejected.values())
     unstored = sum(
         n for counts in state.counts.values() for what, n in counts.items() if what.startswith(UNSTORED)
     )
-    return damaged + max(rejected, unstored)
+    return sum(map(max, damaged)) + max(rejected, unstored)
 
 
 def limits_of(definition: MessageStreamDefinition) -> list[str]:

@@ -669,14 +669,10 @@ class StreamManager:
 
 def _enabled(definition: MessageStreamDefinition) -> tuple[frozenset[str], frozenset[str]]:
     """Return the identifiers of a definition's enabled exports, and of its enabled consumers."""
-    enabled = [
-        (kind == KIND, str(raw.get("identifier")))
-        for kind, configs in definition.export_definition.items()
-        for raw in configs
-        if not raw.get("disabled")
-    ]
-    exports, consumers = ([one for is_one, one in enabled if is_one is which] for which in (False, True))
-    return frozenset(exports), frozenset(consumers)
+    found: tuple[set[str], set[str]] = set(), set()
+    for kind, configs in definition.export_definition.items():
+        found[kind == KIND].update(str(raw.get("identifier")) for raw in configs if not raw.get("disabled"))
+    return frozenset(found[0]), frozenset(found[1])
 
 
 def _least(numbers: Iterable[int | None]) -> int | None:

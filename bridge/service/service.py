@@ -63,6 +63,7 @@ from bridge.streams.stream import Stream
 log = logging.getLogger("bridge")
 STOP_EXPORTS = 10.0  # seconds that batches in flight get at a stop
 REFRESH = 1.0
+REPORT_LOSSES = 60.0  # seconds
 EXPIRES_SOON = 24 * 3600  # seconds
 DESCRIPTORS = 65_536  # as in the systemd unit
 YOUNG = 10_000  # new objects before a garbage collection; a read of 1,000 messages must not cause one
@@ -158,6 +159,7 @@ class Service:
         self._pending: set[asyncio.Future[Any]] = set()
         self._healing: set[str] = set()
         self._refused: dict[str, int] = {}
+        self._lost: dict[str, tuple[dict[str, int], float]] = {}  # by export, as logged, and when
         self._ready = self._reload_asked = False
         self._reloading = asyncio.Lock()
         self._signalled = False
@@ -323,6 +325,7 @@ class Service:
             self._record_clock()
             self._report_expiry()
             self._report_full_streams()
+            self._report_losses()
             notify("WATCHDOG=1")  # from the event loop, so that a stuck loop sends none
 
     def _record_clock(self) -> None:
@@ -571,6 +574,25 @@ class Service:
             if refused > self._refused.get(name, 0):
                 self._exports.event("stream_full", name, f"{refused} messages refused since the start")
             self._refused[name] = refused
+
+    def _report_losses(self) -> None:
+        """Log what exports have lost, once a minute for each stream, and once at the start."""
+        now = time.monotonic()
+        for name, stream in self._manager.store.streams.items():
+            before, since = self._lost.get(name, ({}, -REPORT_LOSSES))
+            if not stream.drops.number or now - since < REPORT_LOSSES:
+                continue
+            found = [one for one in self._manager.export_statuses(name) if one.last_lost is not None]
+            lost = {one.export_config_identifier: one.lost_messages_count for one in found}
+            if lost != before and lost:
+                what = ", ".join(
+                    f"{one.lost_messages_count} for {one.export_config_identifier} (last {one.last_lost})"
+                    for one in found
+                )
+                log.error(
+                    "messages were dropped before they were exported, in all %s", what, extra={"stream": name}
+                )
+                self._lost[name] = lost, now
 
 
 def _count_streams(number: int) -> str:

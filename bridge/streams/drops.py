@@ -32,11 +32,14 @@ import contextlib
 import os
 import struct
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from errno import EIO
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 from bridge.decoded import MOST
 from bridge.deflate import crc32
@@ -66,6 +69,10 @@ class DropReason(IntEnum):
 
 _REASONS = frozenset(map(int, DropReason))
 LOSSES = (DropReason.DAMAGED, DropReason.UNKNOWN)
+# For an export that had not passed the message. A purge is wanted, what is EXPORTED has been delivered by all
+# that count, and MEMORY and SKIPPED have numbers that no message had.
+LOST_TO_EXPORTS = (*LOSSES, DropReason.OVERWRITTEN, DropReason.EXPIRED, DropReason.LIMITS)
+_LOST_NAMES = frozenset(reason.name.lower() for reason in LOST_TO_EXPORTS)
 
 # After a power cut the limits are applied again and come to the same; the other records must be on the disk.
 _REPEATABLE = (DropReason.OVERWRITTEN, DropReason.EXPIRED, DropReason.LIMITS, DropReason.EXPORTED)
@@ -136,6 +143,51 @@ def _number(drops: list[Drop]) -> int:
     return sum(drop.last - drop.first + 1 for drop in drops)
 
 
+class Passed(msgspec.Struct, array_like=True, frozen=True):
+    """What an export has passed because it was dropped; part of its position.
+
+    `lost` messages were lost to it, the last ones were `lost_first` to `lost_last`. Of those that it has to
+    pass, `waived` were dropped before it began. `first` to `last` were passed last, for whatever reason.
+    """
+
+    lost: int = 0
+    waived: int = 0
+    lost_first: int = 0
+    lost_last: int = -1
+    first: int = 0
+    last: int = -1
+
+    def add(self, ranges: Iterable[tuple[int, int, str]]) -> Passed:
+        """Return this after ranges with the reasons of a drop log, or "filtered", have been passed."""
+        passed = self
+        for first, last, reason in ranges:
+            if reason == "filtered":
+                continue
+            begin, end = _extended(passed.first, passed.last, first, last)
+            passed = msgspec.structs.replace(passed, first=begin, last=end)
+            if reason in _LOST_NAMES:
+                waived = min(passed.waived, last - first + 1)
+                lost, left = passed.lost + last - first + 1 - waived, passed.waived - waived
+                begin, end = _extended(passed.lost_first, passed.lost_last, first + waived, last)
+                passed = msgspec.structs.replace(
+                    passed, lost=lost, waived=left, lost_first=begin, lost_last=end
+                )
+        return passed
+
+    def sent_below(self, position: int) -> int:
+        """Return the last number below a position that was not dropped; -1 if there is none."""
+        return (self.first if self.last == position - 1 else position) - 1
+
+
+def _extended(first: int, last: int, begin: int, end: int) -> tuple[int, int]:
+    """Return a range with another one, if they are adjacent; else the other one, if it has numbers."""
+    if begin > end:
+        return first, last
+    if last >= first and (last + 1 == begin or end + 1 == first):
+        return min(first, begin), max(last, end)
+    return begin, end
+
+
 class Drops:
     """The dropped numbers of one stream as disjoint ranges in ascending order."""
 
@@ -184,6 +236,24 @@ class Drops:
         if not self.ranges or first > self.ranges[-1].last:
             return 0
         return last - first + 1 - sum(b - a + 1 for a, b in self.live(first, last))
+
+    def within(self, first: int, last: int) -> list[tuple[int, int, str]]:
+        """The dropped parts of first..last with the names of their reasons, ascending."""
+        begin = bisect_left(self.ranges, first, key=attrgetter("last"))
+        end = bisect_right(self.ranges, last, key=attrgetter("first"))
+        return [
+            (max(first, drop.first), min(last, drop.last), DropReason(drop.reason).name.lower())
+            for drop in self.ranges[begin:end]
+        ]
+
+    def lost(self, first: int, last: int) -> int:
+        """How many of first..last are lost to an export that has not passed them."""
+        return sum(b - a + 1 for a, b, reason in self.within(first, last) if reason in _LOST_NAMES)
+
+    def time_of(self, number: int) -> int:
+        """When a number was dropped, Unix time in ms; 0 if it was not."""
+        at = bisect_left(self.ranges, number, key=attrgetter("last"))
+        return self.ranges[at].time if at < len(self.ranges) and self.ranges[at].first <= number else 0
 
     def compact(self, oldest: int) -> None:
         """Join all but the newest `KEPT` of the ranges below `oldest`."""

@@ -989,7 +989,7 @@ def test_it_says_of_each_stream_what_happens_when_it_is_full_and_on_a_day_withou
     )
     assert said["kept"]["outage"].endswith('it rejects new messages; a day takes max_size = "893.2MiB"')
     assert 90 < said["kept"]["lasts"] < 105, "1 MiB of 1 kB ten times a second"
-    assert said["bare"]["whenFull"].startswith("rejects new messages for good: no enabled export holds")
+    assert said["bare"]["whenFull"].startswith("rejects new messages for good: no enabled export frees")
     assert said["bare"]["outage"] == ""
     assert said["ring"]["whenFull"] == "overwrites its oldest messages, exported or not"
     assert "it loses its oldest messages; a day takes" in said["ring"]["outage"]

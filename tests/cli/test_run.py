@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -344,3 +346,62 @@ def test_a_start_says_which_streams_the_new_default_of_retention_changes(tmp_pat
     again.wait_for("ready")
     assert again.stop() == 0
     assert not any("retention" in line for line in again.log), "it is said once"
+
+
+RING = """
+[gateway]
+data_dir = "data"
+[mqtt]
+listen = ["tcp://127.0.0.1:0"]
+[greengrass]
+listen = ""
+[http]
+listen = "127.0.0.1:0"
+[streams.ring]
+max_size = "64KiB"
+strategy_on_full = "OverwriteOldestData"
+[[streams.ring.export.http]]
+identifier = "away"
+uri = "http://127.0.0.1:1/"
+[[streams.ring.export.http]]
+identifier = "off"
+uri = "http://127.0.0.1:1/"
+disabled = true
+"""
+
+
+def test_what_was_dropped_before_it_was_exported_is_shown_everywhere_and_logged_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(RING)
+    service = Service(path)
+    try:
+        page = service.wait_for(r"ready.*(http://127[^,]*)/")[1]
+        lines = "".join(f"{n} {'x' * 100}\n" for n in range(3000))
+        streambridge("streams", "append", "ring", "-c", path, given=lines)
+        service.wait_for("messages were dropped before they were exported, in all .* for away .*stream=ring")
+        (away, off) = json.loads(streambridge("exports", "ring", "-c", path, "--json").stdout)
+        lost, (first, last) = away["lostMessages"], away["lastLost"]
+        assert lost == last - first + 1 > 1000
+        assert (away["lastExportedSequenceNumber"], away["exportedMessages"]) == (-1, 0)
+        assert away["lastLostTime"] > 0
+        assert (off["lostMessages"], off["lastLost"]) == (0, None)
+        described = streambridge("streams", "describe", "ring", "-c", path).stdout
+        assert (
+            f"{lost} LOST: dropped before they were exported, the last {first} to {last} at 20" in described
+        )
+        assert "LOST" in streambridge("exports", "-c", path).stdout
+        with urllib.request.urlopen(f"{page}/metrics", timeout=60) as answer:
+            metrics = answer.read().decode()
+        labels = '{export="away",kind="http",stream="ring"}'
+        assert f"streambridge_export_lost_messages_total{labels} {float(lost)}" in metrics
+        with urllib.request.urlopen(f"{page}/status.json", timeout=60) as answer:
+            shown = json.load(answer)
+        assert (shown["totals"]["lost"], shown["totals"]["losing"], shown["streams"][0]["lost"]) == (
+            lost,
+            1,
+            lost,
+        )
+    finally:
+        assert service.stop() == 0
+    (away, _) = json.loads(streambridge("exports", "ring", "-c", path, "--json").stdout)
+    assert away["lostMessages"] >= lost, "a stopped service shows it too"

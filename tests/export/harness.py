@@ -169,6 +169,7 @@ RECORDER = '''
     class Recorder(Exporter):
         kind = "recorder"
         Config = Config
+        any_order = True
         def export(self, batch):
             config = self.config
             if config.fault and not (config.once and os.path.exists(config.once)):
@@ -183,6 +184,10 @@ RECORDER = '''
             with open(config.path, "a") as out:
                 out.write(json.dumps([batch.first, batch.last, numbers, time.time()]) + chr(10))
             return ACCEPTED
+
+    class Whole(Recorder):
+        kind = "whole"
+        limits = BatchLimits(contiguous=True)
 
     def segfault(batch, config):
         import ctypes
@@ -270,6 +275,7 @@ RECORDER = '''
     @hookimpl
     def register_exporters(register):
         register(Recorder)
+        register(Whole)
 '''
 
 

@@ -6,11 +6,9 @@ format, with each message in a frame of its own, as at low rates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 from msgspec import Struct
 
-from bridge.model import MessageStreamDefinition, StrategyOnFull
+from bridge.model import Limits, MessageStreamDefinition, StrategyOnFull
 from bridge.streams.segment import FRAME, RECORD_OVERHEAD
 from bridge.units import format_duration, format_size
 
@@ -30,71 +28,34 @@ class Outlook(Struct, frozen=True, rename="camel"):
     lasts: int
 
 
-def outlooks(streams: Iterable[MessageStreamDefinition], rate: float, size: int) -> Iterator[Outlook]:
-    """Yield an outlook for each stream at `rate` messages per second of `size` bytes."""
-    for stream in streams:
-        exports = [
-            str(raw.get("identifier"))
-            for configs in stream.export_definition.values()
-            for raw in configs
-            if not raw.get("disabled")
-        ]
-        lasts = _lasts(stream, rate, size)
-        outage = _outage(stream, lasts, rate, size) if exports else ""
-        yield Outlook(stream.name, _when_full(stream, exports), outage, int(lasts))
-
-
-def _stored(size: int) -> int:
-    return size + TOPIC + RECORD_OVERHEAD + FRAME.size
-
-
-def _ages(stream: MessageStreamDefinition) -> list[int]:
-    """Return the time limits, in ms."""
-    ages = stream.time_to_live_millis, None if stream.limits is None else stream.limits.max_age_millis
-    return [age for age in ages if age is not None]
-
-
-def _drops_old(stream: MessageStreamDefinition) -> bool:
-    """Return whether limits drop messages before the stream is full, perhaps."""
-    limits = stream.limits
-    by_number = limits is not None and limits.discard == "old" and (limits.max_messages or limits.max_bytes)
-    return bool(by_number or _ages(stream))
-
-
-def _lasts(stream: MessageStreamDefinition, rate: float, size: int) -> float:
-    """Return after how many seconds the first limit is reached."""
-    numbers = [stream.max_size // _stored(size)]
-    if stream.limits is not None:
-        numbers += [stream.limits.max_messages] if stream.limits.max_messages is not None else []
-        numbers += [stream.limits.max_bytes // (size + TOPIC)] if stream.limits.max_bytes is not None else []
-    return min([min(numbers) / rate, *(age / 1000 for age in _ages(stream))])
-
-
-def _when_full(stream: MessageStreamDefinition, exports: list[str]) -> str:
-    if stream.strategy_on_full is StrategyOnFull.OverwriteOldestData:
-        return "overwrites its oldest messages" + (", exported or not" if exports else "")
-    if stream.retention == "exported" and exports:
-        return (
+def outlook(stream: MessageStreamDefinition, rate: float, size: int) -> Outlook:
+    """Return the outlook of a stream at `rate` messages per second of `size` bytes."""
+    raws = [raw for configs in stream.export_definition.values() for raw in configs]
+    exports = [str(raw.get("identifier")) for raw in raws if not raw.get("disabled")]
+    limits, stored = stream.limits or Limits(), size + TOPIC + RECORD_OVERHEAD + FRAME.size
+    by_bytes = limits.max_bytes and limits.max_bytes // (size + TOPIC)
+    ages = [age for age in (stream.time_to_live_millis, limits.max_age_millis) if age]
+    numbers = [number for number in (stream.max_size // stored, limits.max_messages, by_bytes) if number]
+    lasts = min([min(numbers, default=0) / rate, *(age / 1000 for age in ages)])
+    overwrites = stream.strategy_on_full is StrategyOnFull.OverwriteOldestData
+    drops = overwrites or bool(ages or (limits.discard == "old" and len(numbers) > 1))
+    if overwrites:
+        full = "overwrites its oldest messages" + (", exported or not" if exports else "")
+    elif stream.retention == "exported" and exports:
+        full = (
             f"frees what {' and '.join(exports)} delivered; only if that is not enough, rejects new messages"
         )
-    if stream.retention == "exported":
-        why = "no enabled export holds or frees messages"
-        remedy = "time_to_live, [limits], OverwriteOldestData, an export or a purge makes room"
     else:
-        why = 'retention = "limits" frees nothing that was exported'
-        remedy = 'retention = "exported" does'
-    until = "until older ones expire" if _drops_old(stream) else "for good"
-    return f"rejects new messages {until}: {why}; {remedy}"
-
-
-def _outage(stream: MessageStreamDefinition, lasts: float, rate: float, size: int) -> str:
-    """Return what a day costs on which nothing is delivered."""
-    needed = int(DAY * rate * _stored(size))
-    if lasts >= DAY:
-        return f"holds a day without the link ({format_size(needed)} of {format_size(stream.max_size)})"
-    drops = stream.strategy_on_full is StrategyOnFull.OverwriteOldestData or _drops_old(stream)
-    then = "loses its oldest messages" if drops else "rejects new messages"
-    text = f"without the link, after {format_duration(int(lasts * 1000))} it {then}"
-    if needed > stream.max_size:
-        text += f"; a day takes max_size = {format_size(needed).replace(' ', '')!r}".replace("'", '"')
-    return text
+        why = "no enabled export frees messages; time_to_live, [limits], OverwriteOldestData or a purge does"
+        if stream.retention == "limits":
+            why = 'retention = "limits" frees nothing that was exported; retention = "exported" does'
+        full = f"rejects new messages {'until older ones expire' if drops else 'for good'}: {why}"
+    needed, outage = int(DAY * rate * stored), ""
+    if exports and lasts >= DAY:
+        outage = f"holds a day without the link ({format_size(needed)} of {format_size(stream.max_size)})"
+    elif exports:
+        then = "loses its oldest messages" if drops else "rejects new messages"
+        outage = f"without the link, after {format_duration(int(lasts * 1000))} it {then}"
+        if needed > stream.max_size:
+            outage += f'; a day takes max_size = "{format_size(needed).replace(" ", "")}"'
+    return Outlook(stream.name, full, outage, int(lasts))

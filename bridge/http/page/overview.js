@@ -2,6 +2,11 @@
 /* What an export and a stream look like in a table; `rank` puts trouble first. */
 function exportState(e, time) {
   const skipped = e.skippedMessages ? `${whole.format(e.skippedMessages)} dropped before export` : "";
+  if (e.lostMessages) {
+    const [first, last] = e.lastLost, when = e.lastLostTime ? `, ${moment.format(e.lastLostTime)}` : "";
+    const what = `dropped before export, the last ${whole.format(first)} to ${whole.format(last)}${when}`;
+    return { pill: "bad", state: `lost ${whole.format(e.lostMessages)}`, sub: e.error ? `${what}; ${trouble(e, time)}: ${e.error}` : what, rank: 0 };
+  }
   if (e.disabled) return { pill: "plain", state: "disabled", rank: 5 };
   if (e.paused) return { pill: "warn", state: "paused", sub: e.error || "", rank: 3 };
   if (e.stopped) return { pill: "bad", state: "stopped", sub: e.error, rank: 0 };
@@ -42,6 +47,7 @@ function exportRows(exports, time, { linked = false, acting = false } = {}) {
 function streamState(s, ready) {
   if (s.error) return { pill: "bad", state: "cannot store", sub: s.error, rank: 0 };
   if (s.name in ready.failing) return { pill: "bad", state: "full, rejects messages", rank: 0 };
+  if (s.lost) return { pill: "bad", state: "lost messages", sub: `${whole.format(s.lost)} dropped before export`, rank: 0 };
   if (Object.keys(s.failures).length || s.dropped.damaged || s.dropped.unknown) return { pill: "warn", state: "lost messages", rank: 1 };
   if (s.deleting) return { pill: "warn", state: "being deleted", sub: "waits for its exports", rank: 1 };
   return { pill: "good", state: "ok", rank: 2 };
@@ -115,6 +121,7 @@ function showHead(now) {
   else if (stuck) showState("bad", `${many(stuck, "stream")} cannot store`);
   else if (Object.keys(ready.unread).length) showState("bad", "A file cannot be used");
   else if (!ready.ok) showState("bad", "No messages are received");
+  else if (totals.losing) showState("bad", `Storing; ${many(totals.losing, "export")} lost messages`);
   else if (totals.stopped) showState("bad", `Storing; ${many(totals.stopped, "export")} stopped`);
   else if (totals.failing) showState("warn", `Storing; ${many(totals.failing, "export")} retrying`);
   else showState("good", "All is well");
@@ -126,7 +133,8 @@ function dropRows(lists) {
     const add = (kind, counts, intended) => {
       for (const [why, n] of Object.entries(counts)) rows.push([`stream ${s.name}`, `${kind}: ${spoken(why)}`, n, intended(why)]);
     };
-    add("dropped", s.dropped, (why) => why !== "damaged" && why !== "unknown");
+    add("dropped", s.dropped, (why) => !s.lost && why !== "damaged" && why !== "unknown");
+    if (s.lost) add("lost", { "dropped before export": s.lost }, () => false);
     add("rejected", s.rejected, () => false);
     add("files", s.failures, () => false);
     if (s.deduplicated) rows.push([`stream ${s.name}`, "not stored twice", s.deduplicated, true]);
@@ -146,7 +154,7 @@ function showOverview(now) {
   tile("Stored", size(totals.size), many(totals.messages, "message"));
   tile("Disk free", now.diskSize ? size(now.diskFree) : "–", now.diskSize ? `of ${size(now.diskSize)}` : "");
   tile("Lost or rejected", whole.format(totals.lost), totals.dropped ? `${whole.format(totals.dropped)} more dropped by streams, as configured` : "none by limits of streams", "");
-  tiles.get("Lost or rejected").classList.toggle("warn", totals.lost > 0);
+  tiles.get("Lost or rejected").classList.toggle(totals.losing ? "bad" : "warn", totals.lost > 0);
 
   streams.show(now.streams.map((s) => {
     const state = streamState(s, ready), oldest = s.oldestTime === null ? null : now.time - s.oldestTime;
