@@ -170,7 +170,8 @@ class Batches:
         cursor.skipped += plan.position - first
         with self._position.lock:
             cursor.settle(first, plan.position - 1)
-            cursor.passed = cursor.passed.add(gap for gap in plan.skipped if gap[1] < plan.position)
+            before = [gap for gap in plan.skipped if gap[1] < plan.position]
+            cursor.dropped = cursor.passed.add(before) if before else cursor.dropped
         self._gone = [gap for gap in plan.skipped if gap[1] >= plan.position]
         records, self._position.dirty = plan.records, True
         self._planner.state.rules = self._filters(config)
@@ -263,7 +264,7 @@ class Batches:
         with self._position.lock:
             cursor.unplan()
             cursor.settle(first, last)
-            cursor.passed = cursor.passed.add(self._gone)
+            cursor.dropped = cursor.passed.add(self._gone) if self._gone else cursor.dropped
         self._gone = []
         self._pending, self._position.dirty = None, True
         self._remember()

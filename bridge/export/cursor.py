@@ -100,11 +100,10 @@ class Cursor(Struct, kw_only=True):
     the highest number that may have been sent or was passed, -1 if none. It never decreases, and a start
     beyond the newest message does not count. In a boot other than `boot`, use `reserved` instead, because a
     later `reached` may be lost. `transform` is the state of the transforms at `position`. `skipped` counts
-    the numbers that the position has passed without exporting or rejecting a message; `passed` has those that
-    were dropped. `stopped` is the
-    `fingerprint` of the configuration with which the exporter raised `Stopped`; empty while the export may
-    run. `limit` is that of `sizing`, 0 for none. `error_since` is when the export began to report errors,
-    Unix time in ms.
+    the numbers that the position has passed without exporting or rejecting a message; `dropped` has those
+    that were dropped. `stopped` is the `fingerprint` of the configuration with which the exporter raised
+    `Stopped`; empty while the export may run. `limit` is that of `sizing`, 0 for none. `error_since` is
+    when the export began to report errors, Unix time in ms.
     """
 
     epoch: Natural
@@ -130,7 +129,7 @@ class Cursor(Struct, kw_only=True):
     reserved: FromMinusOne | UnsetType = UNSET
     boot: str | UnsetType = UNSET
     begun: FromMinusOne | UnsetType = UNSET  # written by versions that know it
-    passed: Passed = Passed()
+    dropped: Passed | UnsetType = UNSET
 
     def begins_as(self, other: Cursor) -> bool:
         """Return whether no update has moved the start since. `other` is a new cursor.
@@ -172,6 +171,11 @@ class Cursor(Struct, kw_only=True):
     def ranges(self) -> list[Pair]:
         """`ahead`; empty if there are none."""
         return [] if self.ahead is UNSET else self.ahead
+
+    @property
+    def passed(self) -> Passed:
+        """Return `dropped`; empty if nothing was."""
+        return Passed() if self.dropped is UNSET else self.dropped
 
     @property
     def front(self) -> int:

@@ -118,7 +118,7 @@ class Position:
             elif not found.begins_as(fresh):  # a new start moves the position; the rest stays
                 fresh.messages, fresh.size, fresh.last_time = found.messages, found.size, found.last_time
                 fresh.rejected, fresh.skipped, fresh.limit = found.rejected, found.skipped, found.limit
-                fresh.passed = found.passed
+                fresh.dropped = found.dropped
                 found = None
         if found is None and not self._contiguous:
             # Messages dropped before the export began are counted, but not reported to the exporter.
@@ -126,10 +126,11 @@ class Position:
             fresh.skipped += first - fresh.position
             counts = is_first and not config.disabled
             gaps = planner.missing(fresh.position, first - 1, []) if counts else []
-            fresh.passed = fresh.passed.add(gaps or [(fresh.position, first - 1, "skipped")])
+            if first > fresh.position:
+                fresh.dropped = fresh.passed.add(gaps or [(fresh.position, first - 1, "skipped")])
             fresh.position = first
-        if found is None and not is_first:
-            fresh.passed = msgspec.structs.replace(fresh.passed, waived=planner.lost(fresh.position))
+        if found is None and not is_first and (waived := planner.lost(fresh.position)):
+            fresh.dropped = msgspec.structs.replace(fresh.passed, waived=waived)
         loaded = found or fresh
         loaded.begun = self._begun
         if loaded.stopped and loaded.stopped != cursors.fingerprint(config):

@@ -28,7 +28,7 @@ from bridge.export.cursor import (
     openings,
     stream_directory,
 )
-from bridge.export.planning import Source
+from bridge.export.planning import Planner, Source
 from bridge.export.position import Position
 from bridge.plugin.api import BatchedConfig, BatchLimits
 from bridge.plugin.transform import MAX_STATE
@@ -435,7 +435,7 @@ def test_few_writes_are_synced_for_a_destination_without_batches_and_no_number_i
     machine: Any = Machine(tmp_path)
     config = BatchedConfig(identifier="x")
     position = Position(machine, source, "k", config, BatchLimits(by_record=True), 0)
-    position.load(config, lambda: 0)
+    position.load(config, Planner(source, None))
     (path,) = stream_directory(tmp_path, "a").iterdir()
     known, syncs, copy = on_the_disk(path), 0, stream_directory(tmp_path / "cut", "a") / path.name
     copy.parent.mkdir(parents=True)
