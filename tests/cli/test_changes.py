@@ -70,7 +70,7 @@ def test_a_stream_lives_its_whole_life_by_command(on: Command) -> None:
     assert on("streams", "create", "pumps", *settings) == "created pumps\n"
     definition = described(on, "pumps")["definition"]
     assert definition["topics"] == ["pumps/#"]
-    assert definition["maxSize"] == definition["streamSegmentSize"] == 1 << 20
+    assert (definition["maxSize"], definition["streamSegmentSize"]) == (1 << 20, 1 << 17)
     assert definition["limits"]["maxMessages"] == 4
     assert on("streams", "append", "pumps", "one", "two") == "stored as 0 to 1\n"
     assert on("streams", "append", "pumps", given="three\n\nfour\nfive\n") == "stored as 2 to 4\n"
@@ -88,7 +88,7 @@ def test_a_stream_lives_its_whole_life_by_command(on: Command) -> None:
     )
     assert on("streams", "update", "pumps", "--reset", "limits", "time_to_live=10m")
     definition = described(on, "pumps")["definition"]
-    assert (definition["maxSize"], definition["streamSegmentSize"]) == (2 << 20, 1 << 20)
+    assert (definition["maxSize"], definition["streamSegmentSize"]) == (2 << 20, 1 << 17)
     assert definition["topics"] == ["pumps/#"]
     assert definition["limits"] is None
     assert definition["timeToLiveMillis"] == 600_000
@@ -181,7 +181,7 @@ def test_a_segment_size_is_measured_by_the_size_that_the_stream_has(on: Command)
     assert "segment_size" in on("streams", "update", "pumps", "--reset", "max_size", code=1)
     on("streams", "update", "pumps", "max_size=1MiB", "--reset", "segment_size")
     definition = described(on, "pumps")["definition"]
-    assert (definition["maxSize"], definition["streamSegmentSize"]) == (1 << 20, 1 << 20)
+    assert (definition["maxSize"], definition["streamSegmentSize"]) == (1 << 20, 1 << 17)
     on("streams", "update", "pumps", "--reset", "max_size", "--reset", "segment_size")
     definition = described(on, "pumps")["definition"]
     assert (definition["maxSize"], definition["streamSegmentSize"]) == (256 << 20, 16 << 20)
