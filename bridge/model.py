@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from bridge.settingtypes import Bytes, Millis
+from bridge.units import format_duration
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -138,6 +139,21 @@ def segment_for(max_size: int) -> int:
     If a stream had one segment, it would be full until its exports have passed all of it.
     """
     return min(DEFAULT_SEGMENT_SIZE, max(max_size // 8, 8 * KIB), max_size)
+
+
+NOTHING = "nothing"
+
+
+def power_cut(definition: MessageStreamDefinition, sync_interval: int | None) -> str:
+    """What a power cut may cost of a stream, for people: "nothing", "the last 1s", "all messages".
+
+    `sync_interval` is the gateway's, in ms, if it is known.
+    """
+    if definition.persistence is Persistence.Memory:
+        return "all messages"
+    if definition.flush_on_write:
+        return NOTHING
+    return "the last sync_interval" if sync_interval is None else f"the last {format_duration(sync_interval)}"
 
 
 class EncryptionStatus(Struct, rename="camel", kw_only=True, frozen=True):

@@ -101,7 +101,7 @@ def _ours() -> list[Contender]:
     }
     return [
         Contender(
-            f"streambridge{', flush_on_write' if flush == 'true' else ''}",
+            f"streambridge{', flush_on_write = false' if flush == 'false' else ''}",
             promise,
             OURS % flush,
             (sys.executable, "-m", "bridge", "run", "-c", "{config}"),

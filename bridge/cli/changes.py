@@ -52,7 +52,7 @@ app = typer.Typer()
 @app.command(
     epilog="""\b
 Examples:
-  streambridge streams create pumps topics='["pumps/#"]' max_size=1GiB flush_on_write=true
+  streambridge streams create pumps topics='["pumps/#"]' max_size=1GiB flush_on_write=false
   streambridge streams create ring strategy_on_full=OverwriteOldestData limits='{max_messages = 1000}'
 """
 )

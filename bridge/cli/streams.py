@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -34,12 +35,13 @@ from bridge.cli.options import (
     StreamArgument,
     data_directory,
     keys_of,
+    known_config,
 )
 from bridge.config.render import stream_table
 from bridge.config.settings import DEFAULT_CONFIG
 from bridge.errors import StreamNotFound
-from bridge.model import MAX_INT64, MessageStreamDefinition
-from bridge.streams.reader import StreamReader, first_since, list_damaged, list_streams
+from bridge.model import MAX_INT64, MessageStreamDefinition, power_cut
+from bridge.streams.reader import StreamMeta, StreamReader, first_since, list_damaged, list_streams
 from bridge.streams.segment import StreamMessage
 from bridge.units import format_duration, format_size, parse_time
 
@@ -73,12 +75,14 @@ def list_command(
 ) -> None:
     """List the streams."""
     directory = data_directory(config, data_dir)
-    described = [describe_stream(directory, meta) for meta in list_streams(directory)]
+    stored = list_streams(directory)
+    described = [describe_stream(directory, meta) for meta in stored]
+    synced = _sync_interval(config, data_dir)
     if as_json:
         output.json(described)
     else:
         output.table(
-            ["STREAM", "MESSAGES", "SIZE", "OLDEST", "NEWEST", "TOPICS"],
+            ["STREAM", "MESSAGES", "SIZE", "OLDEST", "NEWEST", "POWER CUT", "TOPICS"],
             [
                 [
                     info["name"],
@@ -86,9 +90,10 @@ def list_command(
                     format_size(info["storageStatus"]["totalBytes"]),
                     info["storageStatus"]["oldestSequenceNumber"] if info["messages"] else "-",
                     info["storageStatus"]["newestSequenceNumber"] if info["messages"] else "-",
+                    power_cut(_definition(meta), synced),
                     " ".join(info["definition"]["topics"]),
                 ]
-                for info in described
+                for meta, info in zip(stored, described, strict=True)
             ],
         )
         for info in described:
@@ -100,6 +105,15 @@ def list_command(
         output.note(damaged(name))
     if broken:
         raise typer.Exit(output.ExitCode.DAMAGED)
+
+
+def _definition(meta: StreamMeta) -> MessageStreamDefinition:
+    return msgspec.json.decode(meta.definition, type=MessageStreamDefinition)
+
+
+def _sync_interval(config: Path, data_dir: Path | None) -> int | None:
+    """The interval in ms, unless the command was given a data directory instead of a configuration."""
+    return None if data_dir is not None else known_config(config).gateway.sync_interval
 
 
 def _is_deleting(definition: Mapping[str, Any]) -> bool:
@@ -130,8 +144,7 @@ def describe(
     directory = data_directory(config, data_dir)
     meta = find(directory, name)
     if as_toml:
-        definition = msgspec.json.decode(meta.definition, type=MessageStreamDefinition)
-        for line in stream_table(definition, plugins(config, data_dir).exporters).splitlines():
+        for line in stream_table(_definition(meta), plugins(config, data_dir).exporters).splitlines():
             output.echo(line)
         return
     info = describe_stream(directory, meta, statuses(directory, name))
@@ -182,7 +195,7 @@ def describe(
             ("when full", definition["strategyOnFull"]),
             *_limits(definition),
             ("persistence", definition["persistence"]),
-            ("flush on write", "yes" if definition["flushOnWrite"] else "no"),
+            ("power cut", "costs " + power_cut(_definition(meta), _sync_interval(config, data_dir))),
             ("encryption", info["encryption"].text),
             ("topics", " ".join(definition["topics"]) or "-"),
             *((("damage", output.lost_to_damage(info["lost"])),) if info["lost"] else ()),

@@ -52,6 +52,7 @@ def stream_settings(definition: MessageStreamDefinition) -> Iterator[tuple[str, 
         max_size=definition.max_size,
         stream_segment_size=segment_for(definition.max_size),
         retention="exported",
+        flush_on_write=True,
     )
     usual = MessageStreamDefinition.__struct_defaults__[0]
     for key, field in keys_of(MessageStreamDefinition, RENAMED).items():

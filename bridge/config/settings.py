@@ -22,10 +22,10 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from bridge.access.accounts import Mistake, mistakes
 from bridge.access.rules import Deny, Rights
@@ -76,6 +76,7 @@ class Gateway(Struct, frozen=True, kw_only=True):
     data_dir: Path = Path("/var/lib/streambridge")
     memory_dir: Path = Path()  # Path() until __post_init__ has chosen one
     sync_interval: Millis = 1000
+    commit_delay: Annotated[Millis, Meta(le=60_000)] = 250
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -384,10 +385,12 @@ def _stream(
         "export_definition": _exports(reader, table.pop("export", {}), (*keys, "export"), exporters),
         "delivery": None,  # only the Firehose API changes it
     }
-    # Three defaults that a client's request does not have: a full stream rejects new data, but what its
-    # exports have delivered goes first, and a small stream gets small segments.
+    # Four defaults that a client's request does not have: a full stream rejects new data, but what its exports
+    # have delivered goes first; a message is on the disk before it is acknowledged; and a small stream gets
+    # small segments.
     table.setdefault("strategy_on_full", StrategyOnFull.RejectNewData.name)
     table.setdefault("retention", "exported")
+    table.setdefault("flush_on_write", True)
     definition = reader.struct(MessageStreamDefinition, table, keys, renamed=RENAMED, fixed=fixed)
     mistake = None if definition is None else segment_size(definition)
     if definition is None or ("segment_size" in table and mistake is None):

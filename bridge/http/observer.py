@@ -103,17 +103,20 @@ class Observer:
         manager: StreamManager,
         exports: ExportSupervisor,
         front_ends: Mapping[str, FrontEnd],
+        sync_interval: int = 1000,
         probe_timeout: float = PROBE_TIMEOUT,
         history_step: float = history.STEP,
         kept: Kept | None = None,
     ) -> None:
-        """`probe_timeout` is the number of seconds after which a write to the disk counts as hung.
+        """`sync_interval` is the gateway's, in ms.
 
+        `probe_timeout` is the number of seconds after which a write to the disk counts as hung.
         `history_step` is the least number of seconds between two steps of the history. `kept` has the files
         that the service reads.
         """
         self._kept = kept or Kept()
         self._probe_timeout, self._history_step = probe_timeout, history_step
+        self._sync_interval = sync_interval
         self._gateway, self._data_dir, self._manager, self._exports = gateway, data_dir, manager, exports
         self._front_ends = front_ends
         self._devices = {name: one for name, one in front_ends.items() if isinstance(one, DeviceFrontEnd)}
@@ -382,7 +385,8 @@ class Observer:
         """Return the text for a definition; cached, because it takes a third of the time of a state."""
         known = self._limits.get(definition.name)
         if known is None or known[0] is not definition:
-            known = self._limits[definition.name] = definition, limits_of(definition)
+            texts = limits_of(definition, self._sync_interval)
+            known = self._limits[definition.name] = definition, texts
         return known[1]
 
     def _exports_of(self, name: str) -> list[ExportState]:

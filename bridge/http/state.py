@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from bridge.model import MessageStreamDefinition, StrategyOnFull
+from bridge.model import NOTHING, MessageStreamDefinition, StrategyOnFull, power_cut
 from bridge.streams import drops
 from bridge.streams.drops import DropReason
 from bridge.streams.stream import Stream
@@ -184,8 +184,8 @@ def lost(state: ServiceState) -> int:
     return sum(map(max, damaged)) + max(rejected, unstored)
 
 
-def limits_of(definition: MessageStreamDefinition) -> list[str]:
-    """A stream's limits for people."""
+def limits_of(definition: MessageStreamDefinition, sync_interval: int) -> list[str]:
+    """A stream's limits for people, and what a power cut may cost."""
     full = "rejects" if definition.strategy_on_full is StrategyOnFull.RejectNewData else "overwrites"
     found = [f"{format_size(definition.max_size)}, then {full}"]
     if definition.time_to_live_millis is not None:
@@ -202,4 +202,6 @@ def limits_of(definition: MessageStreamDefinition) -> list[str]:
             found.append(f"{limits.max_messages_per_topic:,} per topic")
         if limits.max_message_size is not None:
             found.append(f"{format_size(limits.max_message_size)} a message")
+    if (cost := power_cut(definition, sync_interval)) != NOTHING:
+        found.append(f"a power cut costs {cost}")
     return found

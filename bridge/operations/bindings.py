@@ -36,7 +36,7 @@ class Refusal:
         """Return None, because no id is known."""
         return None
 
-    def after_commit(self, done: Callable[[StreamError | None], None]) -> None:
+    def after_commit(self, done: Callable[[StreamError | None], None], heard: float = 0.0) -> None:
         """Nothing is ever pending."""
         done(None)
 

@@ -186,6 +186,7 @@ class Service:
             floor=lambda name, epoch: first_free(gateway.data_dir, name, epoch),
             most=_most_streams(),
             keys=keys,
+            commit_delay=gateway.commit_delay / 1000,
         )
         _collect_keys(keys, store)
         log.info(
@@ -244,6 +245,7 @@ class Service:
                 manager,
                 exports,
                 {"mqtt": front_end, "greengrass": greengrass, "firehose": firehose},
+                gateway.sync_interval,
                 kept=access.kept,
             )
             for number in (signal.SIGTERM, signal.SIGINT):  # before the first listener

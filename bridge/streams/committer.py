@@ -9,6 +9,7 @@
 * If each of the last `PROVEN` syncs took less than `QUICK`, a sync is cheaper than switching to a thread and
   back. Then a small group that is alone in its turn is synced on the loop. A single slower sync ends this
   until the disk has proven itself again.
+* A group of devices that do not hurry waits up to `commit_delay` for more messages (see `delay`).
 * On a full disk, space is freed at once and the group is written again. First obsolete files are deleted,
   then segments that the stream's settings allow to drop, then exported segments of other streams on the same
   file system. Meanwhile the loop waits for the disk; this is rare, and nothing else could be stored.
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from bridge.runtime import Runtime, Timer
+from bridge.streams.delay import Delay
 from bridge.streams.pace import SLOW, Pace
 from bridge.streams.staging import OpenSegment, Staged
 from bridge.streams.stream import DISK_ROOM, Stream
@@ -40,10 +42,15 @@ class Committer:
     """Commits the groups of many streams."""
 
     def __init__(
-        self, on_event: Callable[[str, str], None], streams: Mapping[str, Stream], runtime: Runtime
+        self,
+        on_event: Callable[[str, str], None],
+        streams: Mapping[str, Stream],
+        runtime: Runtime,
+        commit_delay: float = 0.0,
     ) -> None:
-        """`streams` has all streams of the store."""
+        """`streams` has all streams of the store. `commit_delay`: seconds; 0: no group waits for more."""
         self._on_event, self._streams, self._runtime = on_event, streams, runtime
+        self._commit_delay = commit_delay
         self._dirty: list[Stream] = []
         self._gathering = False  # `gather` commits the groups that are scheduled now
         self._flights = 0  # groups in worker threads
@@ -52,9 +59,10 @@ class Committer:
         self._syncing: dict[Stream, asyncio.Future[None]] = {}
         self._freeing = False
         self._paces: dict[Stream, Pace] = {}  # of streams on a slow disk
+        self._delays: dict[Stream, Delay] = {}  # of streams that flush on write, with a delay
         self._proven = 0  # quick syncs in a row
         self._elsewhere: dict[Stream, str] = {}  # why a stream's group is being written to a new segment
-        self._held: dict[Stream, Timer] = {}  # streams whose next group waits for more messages
+        self._held: dict[Stream, tuple[Timer, float]] = {}  # streams whose next group waits, and until when
         self.under_pressure = False
         self.on_pressure: list[Callable[[bool], None]] = []
 
@@ -80,7 +88,7 @@ class Committer:
         for stream in dirty:
             # If it is busy, the end of its current work starts the next group.
             if not stream.busy and not (stream.settings.flush and stream in self._syncing):
-                if stream in self._paces and stream.settings.flush and self._hold(stream):
+                if stream.settings.flush and self._hold(stream):
                     continue
                 try:
                     self._start(stream, alone=len(dirty) == 1)
@@ -92,20 +100,39 @@ class Committer:
 
     def _hold(self, stream: Stream) -> bool:
         """Return whether the next group waits for more messages; the next one or a timer schedules it."""
-        pace, now = self._paces[stream], self._runtime.now()
-        if not self.under_pressure and pace.wants_more(now, stream.queue.pending):
+        until = 0.0 if self.under_pressure else self._wait(stream)
+        if stream in self._held:
+            timer, end = self._held[stream]
+            if until != end:
+                timer.cancel()
+                del self._held[stream]
+        if until:
             stream.queue.postpone()
             if stream not in self._held:
-                self._held[stream] = self._runtime.later(pace.until - now, self._release, stream)
-            return True
-        if stream in self._held:
-            self._held.pop(stream).cancel()
-        return False
+                timer = self._runtime.later(until - self._runtime.now(), self._release, stream)
+                self._held[stream] = timer, until
+        return until > 0
+
+    def _wait(self, stream: Stream) -> float:
+        """Return until when the next group waits; 0: it does not."""
+        pace, delay, queue = self._paces.get(stream), self._delays.get(stream), stream.queue
+        if delay is None and self._commit_delay:
+            delay = self._delays[stream] = Delay(self._commit_delay)
+        if pace is None and delay is None:
+            return 0.0
+        now = self._runtime.now()
+        if delay is not None and delay.wants_more(now, queue.pending, queue.heard):
+            return delay.until
+        if pace is not None and pace.wants_more(now, queue.pending):
+            return pace.until
+        return 0.0
 
     def _release(self, stream: Stream) -> None:
         del self._held[stream]
-        if stream in self._paces:
-            self._paces[stream].end_wait(self._runtime.now())  # timers may be early
+        now = self._runtime.now()
+        for waits in (self._paces.get(stream), self._delays.get(stream)):
+            if waits is not None:
+                waits.end_wait(now)  # timers may be early
         self.schedule(stream)
 
     def _start(self, stream: Stream, *, alone: bool) -> None:
@@ -144,6 +171,8 @@ class Committer:
         why = self._elsewhere.pop(stream, "")
         if why and error is None:
             self._on_event(stream.name, f"sync failed ({why}); written again to a new segment")
+        if stream in self._delays:
+            self._delays[stream].committed(self._runtime.now(), stream.queue.pending)
         stream.finish(staged, error)
 
     def _rate(self, stream: Stream, staged: Staged, error: BaseException | None) -> None:
@@ -212,8 +241,9 @@ class Committer:
         if stream.closed:
             self._pending_bytes.pop(stream, None)
             self._paces.pop(stream, None)
+            self._delays.pop(stream, None)
             if stream in self._held:
-                self._held.pop(stream).cancel()
+                self._held.pop(stream)[0].cancel()
         else:
             self._pending_bytes[stream] = pending
         pressure = self._total > (LOW if self.under_pressure else HIGH)
@@ -359,7 +389,7 @@ class Committer:
         """Wait until nothing is pending or in flight in any stream."""
         while self._dirty or self._held or self._flights or self._syncing:
             for stream in list(self._held):
-                self._held[stream].cancel()
+                self._held[stream][0].cancel()
                 self._release(stream)
             for stream in list(self._pending_bytes):
                 await stream.idle()

@@ -41,7 +41,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bridge.decoded import MOST
+from bridge.decoded import MOST, FromMinusOne, Next
 from bridge.deflate import crc32
 from bridge.streams.layout import Files
 from bridge.streams.segment import SECTOR
@@ -150,12 +150,12 @@ class Passed(msgspec.Struct, array_like=True, frozen=True):
     pass, `waived` were dropped before it began. `first` to `last` were passed last, for whatever reason.
     """
 
-    lost: int = 0
-    waived: int = 0
-    lost_first: int = 0
-    lost_last: int = -1
-    first: int = 0
-    last: int = -1
+    lost: Next = 0
+    waived: Next = 0
+    lost_first: Next = 0
+    lost_last: FromMinusOne = -1
+    first: Next = 0
+    last: FromMinusOne = -1
 
     def add(self, ranges: Iterable[tuple[int, int, str]]) -> Passed:
         """Return this after ranges with the reasons of a drop log, or "filtered", have been passed."""

@@ -11,6 +11,7 @@ later messages get the numbers, and the next append tries the disk again.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -62,6 +63,7 @@ class CommitQueue:
         self.busy = False  # a group is in flight, so no other may be staged
         self.flight_size = 0
         self._schedule, self.scheduled = schedule, False
+        self.heard = 0.0  # see `after_commit`; the latest time of the pending group
         self._waiters, self._committing = list[Waiter](), list[Waiter]()
         self._released: asyncio.Event | None = None  # set when nothing is in flight; None: nobody waits
 
@@ -75,10 +77,17 @@ class CommitQueue:
         """How many messages are in the pending group."""
         return len(self.group.parts) // 2
 
-    def after_commit(self, done: Waiter) -> None:
-        """Call `done` when all that is pending or in flight is committed (None) or has failed (the error)."""
+    def after_commit(self, done: Waiter, heard: float = math.inf) -> None:
+        """Call `done` when all that is pending or in flight is committed (None) or has failed (the error).
+
+        `heard` is when the client that waits was heard before this message; by default it cannot wait longer.
+        """
         if self.group.parts:
             self._waiters.append(done)
+            if heard > self.heard:
+                self.heard = heard
+                if not self.scheduled and not self.busy:  # it is held, for others that may wait longer
+                    self.schedule()
         elif self.flight_size:
             self._committing.append(done)
         else:
@@ -99,7 +108,7 @@ class CommitQueue:
         group = self.group
         if not group.parts:
             return None
-        self.group, self.flight_size = Group(), group.size
+        self.group, self.flight_size, self.heard = Group(), group.size, 0.0
         self._committing, self._waiters = self._waiters, []
         return group
 
@@ -119,7 +128,7 @@ class CommitQueue:
         waiters = [*self._committing, *self._waiters]
         self.group, self.flight_size, self.next = Group(), 0, number
         self._waiters, self._committing = [], []
-        self.scheduled = False
+        self.scheduled, self.heard = False, 0.0
         self.release()
         return waiters
 

@@ -133,6 +133,7 @@ class StreamStore:
         link: bool = True,
         most: int | None = None,
         keys: Keys | None = None,
+        commit_delay: float = 0.0,
     ) -> None:
         """Open the directory, or create it.
 
@@ -141,14 +142,15 @@ class StreamStore:
         `floor` returns the lowest number that the next message of a stream (name, epoch) may have. `runtime`
         is by default that of the running event loop; `close` closes it. `link`: whether to link
         `<data_dir>/memory` to `memory_dir`. `most` is how many streams are opened: each keeps a file open.
-        `keys` are those of the directory; without them, encrypted streams cannot be opened.
+        `keys` are those of the directory; without them, encrypted streams cannot be opened. `commit_delay` is
+        the committer's, in seconds.
         """
         self.keys = keys or Keys(data_dir)
         self._most = most
         self.data_dir, self.files, self._on_event, self._floor = data_dir, files or Files(), on_event, floor
         self.streams: dict[str, Stream] = {}
         self.runtime = runtime or LoopRuntime(THREADS, "commit")
-        self.committer = Committer(on_event, self.streams, self.runtime)
+        self.committer = Committer(on_event, self.streams, self.runtime, commit_delay)
         self.unopened: dict[str, Unopened] = {}
         self._epoch = 0  # the highest epoch of streams created or deleted here; none is used twice
         self._root = data_dir / layout.STREAMS

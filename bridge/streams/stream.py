@@ -10,6 +10,7 @@ in a worker thread while `busy` is set; no other group of the stream is staged i
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable
 from errno import ENOSPC
@@ -238,12 +239,13 @@ class Stream(Contents):
         data = len(topic) + len(payload) + len(headers) + len(message_id)
         self._check(topic, data, data + RECORD_OVERHEAD + 8)
 
-    def after_commit(self, done: Waiter) -> None:
+    def after_commit(self, done: Waiter, heard: float = math.inf) -> None:
         """Call `done` when everything appended so far is committed (None) or has failed (the error).
 
-        The calls of one stream are made in the order in which they were requested.
+        The calls of one stream are made in the order in which they were requested. `heard`: when the client
+        was heard before this message, for `delay`; without it the commit is not delayed.
         """
-        self.queue.after_commit(done)
+        self.queue.after_commit(done, heard)
 
     def _set_room(self) -> None:
         """Set the size that the pending group may reach before `append` calls `_check`."""

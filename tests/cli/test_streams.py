@@ -30,7 +30,7 @@ def test_list_shows_each_stream_with_what_it_holds(fill: Fill) -> None:
     fill(READINGS)
     data = fill([], name="an empty one", topics=[])
     header, empty, sensors = lines("streams", "list", "--data-dir", data)
-    assert header.split() == ["STREAM", "MESSAGES", "SIZE", "OLDEST", "NEWEST", "TOPICS"]
+    assert header.split() == ["STREAM", "MESSAGES", "SIZE", "OLDEST", "NEWEST", "POWER", "CUT", "TOPICS"]
     assert empty.startswith("an empty one")
     assert empty.split()[-2:] == ["-", "-"]
     assert sensors.split()[:2] == ["sensors", "6"]

@@ -12,6 +12,7 @@ would assign such an id to the client's next session, and take a new message for
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -209,8 +210,8 @@ class Inbox:
         else:
             do()
 
-    def put(self, batch: Batch) -> None:
-        """Answer a read as soon as possible."""
+    def put(self, batch: Batch, heard: float = math.inf) -> None:
+        """Answer a read once all it touched is committed. `heard`: as in `Committer.after_commit`."""
         self._queue_single()
         touched = batch.touched
         if not touched and not self._batches and batch.close is None:
@@ -223,11 +224,11 @@ class Inbox:
         batch.waiting = len(touched)
         if batch.waiting == 1:
             for committer in touched:
-                committer.after_commit(batch.committed)
+                committer.after_commit(batch.committed, heard)
         elif touched:
             batch.waiting += 1  # all must be counted before one can be the last
             for committer in touched:
-                committer.after_commit(partial(batch.committed, committer=committer))
+                committer.after_commit(partial(batch.committed, committer=committer), heard)
             batch.committed(None)
         else:
             self.settle()

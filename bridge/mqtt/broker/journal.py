@@ -129,8 +129,8 @@ class Journal:
         """Encrypt the file if a stream is encrypted now. Called when streams have changed."""
         self._file.renew()
 
-    def after_commit(self, done: Callable[[StreamError | None], None]) -> None:
-        """Call `done` once all records so far are in the file."""
+    def after_commit(self, done: Callable[[StreamError | None], None], heard: float = 0.0) -> None:
+        """Call `done` once all records so far are in the file. That is never delayed."""
         self._file.after_commit(done)
 
     def close(self) -> None:

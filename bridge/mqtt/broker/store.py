@@ -15,8 +15,12 @@ if TYPE_CHECKING:
 class Committer(Protocol):
     """A stream or the journal, which commits what it is given."""
 
-    def after_commit(self, done: Callable[[StreamError | None], None]) -> None:
-        """Call `done` once everything given so far is committed (None) or has failed (the error)."""
+    def after_commit(self, done: Callable[[StreamError | None], None], heard: float = ...) -> None:
+        """Call `done` once everything given so far is committed (None) or has failed (the error).
+
+        `heard` is when the client that waits was heard before this. A stream may use it to delay its commit;
+        without it, it does not.
+        """
 
 
 class Stream(Committer, Protocol):

@@ -163,7 +163,7 @@ class Connection(Source):
         self.transport = cast("asyncio.Transport", transport)
         self.address, _ = peer_of(transport)
         runtime = self.connections.runtime
-        self.heard = runtime.now()
+        self.heard = self.before = runtime.now()
         self._timer = self._in_time()
         self.connections.accept(self)
 
@@ -532,7 +532,7 @@ class Connection(Source):
             traffic = self.traffic
             traffic.published += published
             traffic.received_bytes += pos
-            self.inbox.put(batch)
+            self.inbox.put(batch, self.before)
             if self.pays:
                 self.metering.pay_handled(self, published + asked, pos)
         return pos

@@ -50,12 +50,13 @@ class Source(Flow):
     """
 
     __slots__ = (
-        "epoch", "heard", "inbox", "level", "limit", "metering", "pays", "published", "reads", "routes",
-        "state", "stream", "tail", "topic", "traffic",
+        "before", "epoch", "heard", "inbox", "level", "limit", "metering", "pays", "published", "reads",
+        "routes", "state", "stream", "tail", "topic", "traffic",
     )  # fmt: skip
     state: State
     tail: bytes | bytearray  # read but not yet handled
     heard: float  # time of the last read
+    before: float  # time of the read before that
     limit: int  # bytes of a packet
     level: int
     routes: dict[bytes, Route]  # of the router's `epoch`
@@ -83,7 +84,7 @@ class Source(Flow):
         reads = self.reads
         if len(data) > SMALL or self.state is not OPEN:
             reads.run()
-            self.heard = reads.now()
+            self.before, self.heard = self.heard, reads.now()
             turns = reads.turns
             if turns.over and not self.holds:
                 turns.wait(self)
@@ -141,6 +142,7 @@ class Reads:
         router, pressure, now = self._router, self._pressure, self.now()
         count = size = 0
         for conn, data in reads:
+            conn.before = conn.heard
             conn.heard = now
             try:
                 if conn.tail or conn.holds or pressure.under_pressure or conn.state is not OPEN:
@@ -191,7 +193,7 @@ class Reads:
                     lot = lots.get(stream)
                     if lot is None or not lot.waiting:
                         lots[stream] = lot = Lot()
-                        stream.after_commit(lot.committed)
+                        stream.after_commit(lot.committed, conn.before)
                     conn.inbox.add(lot, b"\x40\x02" + packet_id)
                 if conn.pays:
                     conn.metering.pay(conn, 1, len(data))
