@@ -195,7 +195,7 @@ def describe(
             ("when full", definition["strategyOnFull"]),
             *_limits(definition),
             ("persistence", definition["persistence"]),
-            ("power cut", "costs " + power_cut(_definition(meta), _sync_interval(config, data_dir))),
+            ("at a power cut", "costs " + power_cut(_definition(meta), _sync_interval(config, data_dir))),
             ("encryption", info["encryption"].text),
             ("topics", " ".join(definition["topics"]) or "-"),
             *((("damage", output.lost_to_damage(info["lost"])),) if info["lost"] else ()),
