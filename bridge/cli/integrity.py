@@ -175,6 +175,8 @@ def _print_stream(checked: Checked) -> None:
     _print_problems(checked)
     if checked.lost:
         output.echo(f"  {output.lost_to_damage(checked.lost)}")
+    for name in checked.rebuilt:
+        output.echo(f"  {name}: the index does not match its segment, and is made again when it is needed")
     for name in checked.quarantined:
         output.echo(f"  quarantined: {name}")
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bridge.errors import InvalidRequest
+from bridge.errors import InvalidRequest, UpdateNotAllowed
 from bridge.greengrass import wire
 from bridge.greengrass.wire import Op
-from bridge.model import problem
+from bridge.model import DEFAULT_MAX_SIZE, problem
 from bridge.operations.catalog import Define, Described, Listed, ListStreams, Named, Read, Update
 from bridge.operations.reading import ReadMessagesOptions
 
@@ -48,6 +48,9 @@ _STATUS = frozenset((
 _OPTIONS = frozenset(
     ("desiredStartSequenceNumber", "minMessageCount", "maxMessageCount", "readTimeoutMillis")
 )
+# The SDK gives up a request after 60 s by default, and a reply after that ends its client for good (issue 15
+# of aws-greengrass-stream-manager-sdk-python). So a wait that may be its whole time ends this much earlier.
+LONG_WAIT, SPARED = 10_000, 1_000  # ms
 
 
 def control(
@@ -85,8 +88,26 @@ def control(
         assert op is Op.UPDATE, op
         stored = operations.manager.definitions.get(str(definition.get("name")))
         whole = definition if stored is None else with_extensions(definition, stored)
+        _ensure_fits(operations, whole)
         operations.call_now("updateMessageStream", Update(definition=whole), caller)
     return {}
+
+
+def _ensure_fits(operations: Operations, definition: dict[str, Any]) -> None:
+    """Raise UpdateNotAllowed if `maxSize` is below what is stored, as AWS's guide says ("update streams").
+
+    The configuration and the command line may shrink a stream.
+    """
+    stream = operations.manager.store.streams.get(str(definition.get("name")))
+    size = definition.get("maxSize", DEFAULT_MAX_SIZE)
+    if stream is None or not isinstance(size, int):
+        return  # the update says what is wrong
+    if size < min(stream.total_bytes, stream.settings.max_size):
+        raise UpdateNotAllowed(
+            ("maxSize",),
+            f"stream {stream.name!r} holds {stream.total_bytes} bytes, so its maxSize cannot be {size}",
+            "give at least what it holds",
+        )
 
 
 def _sdk_keys(configs: Any, known: frozenset[str]) -> Any:
@@ -115,6 +136,8 @@ def read(request: dict[str, Any]) -> tuple[Read, ReadMessagesOptions]:
         options = msgspec.convert(known, ReadMessagesOptions)
     except msgspec.ValidationError as error:
         raise InvalidRequest(problem(error, "readMessagesOptions")) from None
+    if options.read_timeout_millis >= LONG_WAIT:
+        options = msgspec.structs.replace(options, read_timeout_millis=options.read_timeout_millis - SPARED)
     return Read(name=name, read_messages_options=options), options
 
 

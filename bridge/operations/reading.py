@@ -260,10 +260,10 @@ def _matches(topic_filter: str | None, topic: bytes) -> bool:
 
 
 def _deadline(options: ReadMessagesOptions) -> float | None:
-    """Return the loop's time at which a wait must end, because a late reply breaks the SDK's client."""
+    """Return the loop's time at which a wait ends."""
     if not options.read_timeout_millis:
         return None
-    return asyncio.get_running_loop().time() + max(0.0, options.read_timeout_millis * 0.95 - 20) / 1000
+    return asyncio.get_running_loop().time() + options.read_timeout_millis / 1000
 
 
 def _not_enough(stream: Stream, options: ReadMessagesOptions, number: int) -> NotEnoughMessages:

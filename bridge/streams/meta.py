@@ -128,20 +128,26 @@ def save(files: Files, directory: Path, meta: Meta, before: Meta | None = None) 
 def load(directory: Path) -> tuple[Meta | None, list[Path]]:
     """The definition, None if no copy is sound, and the copies that are damaged or missing.
 
-    Raises PermissionError: a file that this user may not read is not damaged, and must not be rewritten.
+    Raises PermissionError, and OSError if no copy is sound and one cannot be read: a file that this user may
+    not read, or that the disk does not give, is not damaged, and must not be rewritten.
     """
     best: Meta | None = None
     bad: list[Path] = []
+    unread: OSError | None = None
     for name in NAMES:
         path = directory / name
         try:
             meta = decode(path.read_bytes())
         except PermissionError:
             raise
-        except OSError:
+        except FileNotFoundError:
             meta = None
+        except OSError as error:
+            meta, unread = None, error
         if meta is None:
             bad.append(path)
         elif best is None or meta.generation < best.generation:
             best = meta
+    if best is None and unread is not None:
+        raise unread
     return best, bad

@@ -44,12 +44,12 @@ class StreamMeta(NamedTuple):
 def list_streams(data_dir: Path) -> list[StreamMeta]:
     """The streams of a data directory by name.
 
-    Streams whose definition is damaged or may not be read are left out; see `list_damaged`.
+    Streams whose definition is damaged or cannot be read are left out; see `list_damaged`.
     """
     found = []
     for directory in stream_directories(data_dir):
         known = None
-        with suppress(PermissionError):
+        with suppress(OSError):
             known, _ = meta.load(directory)
         if known is not None:
             found.append(

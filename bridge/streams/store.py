@@ -272,6 +272,13 @@ class StreamStore:
             )
             self._cannot_open(unquote(directory.name), Unopened(why, None, may_be_encrypted))
             return
+        except OSError as error:
+            why = (
+                f"{error.filename}: {error.strerror}; nothing was changed. Repair the disk, and restart the "
+                "service"
+            )
+            self._cannot_open(unquote(directory.name), Unopened(why, None, may_be_encrypted))
+            return
         if known is None:
             why = (
                 f"{directory}: both copies of its definition are damaged; stop the service and run "

@@ -67,6 +67,7 @@ class Checked(Struct, rename="camel"):
     total_bytes: int = 0
     lost: list[tuple[int, int]] = []
     quarantined: list[str] = []
+    rebuilt: list[str] = []  # indexes that do not match their segment: the next use makes them again
     problems: list[Problem] = []
 
 
@@ -93,7 +94,13 @@ def _check_keys(data_dir: Path) -> list[Checked]:
 
 
 def _verify(data_dir: Path, directory: Path, progress: Progress, keys: Keys | None) -> Checked:
-    known, bad = meta.load(directory)
+    try:
+        known, bad = meta.load(directory)
+    except PermissionError:
+        raise
+    except OSError as error:
+        problem = Problem(str(error.filename), f"it cannot be read: {error.strerror}")
+        return Checked(unquote(directory.name), str(directory), problems=[problem])
     name = known.name if known is not None else unquote(directory.name)
     data = _data_of(data_dir, directory, known)
     found = Checked(name, str(directory))
@@ -218,7 +225,7 @@ def _check(
         and _size(path) == len(content)
         and index_path.exists()
     ):
-        found.problems.append(Problem(str(index_path), "the index is damaged; it will be rebuilt"))
+        found.rebuilt.append(str(index_path))
 
 
 def _is_broken(content: bytes, spans: list[tuple[int, int]], end: int, *, closed: bool) -> bool:
@@ -281,7 +288,12 @@ async def _repair(
 
 def _rebuild_definition(directory: Path, definition: Callable[[str], bytes]) -> Problem | None:
     """Write a definition with default settings if both copies are lost; the epoch is in the segments."""
-    known, _ = meta.load(directory)
+    try:
+        known, _ = meta.load(directory)
+    except PermissionError:
+        raise
+    except OSError:  # it is not damaged, and the start reports it
+        return None
     if known is not None:
         return None
     epoch = salt = 0

@@ -111,6 +111,44 @@ TASKS = """
     client.close()
 """
 
+SHRINK = """
+    client = StreamManagerClient()
+    client.create_message_stream(MessageStreamDefinition(
+        name="S", max_size=65536, stream_segment_size=16384, strategy_on_full=StrategyOnFull.RejectNewData))
+    for _ in range(20):
+        client.append_message("S", bytes(1000))
+    definition = client.describe_message_stream("S").definition
+    definition.max_size, definition.stream_segment_size = 4096, 4096
+    try:
+        client.update_message_stream(definition)
+    except UpdateNotAllowedException as error:
+        assert "holds" in error.message
+    else:
+        raise AssertionError("the stream is smaller than what it holds")
+    info = client.describe_message_stream("S")
+    assert info.definition.max_size == 65536
+    assert info.storage_status.oldest_sequence_number == 0
+    definition.max_size, definition.stream_segment_size = 32768, 16384
+    client.update_message_stream(definition)
+    began = time.monotonic()
+    try:
+        client.read_messages(
+            "S", ReadMessagesOptions(desired_start_sequence_number=100, read_timeout_millis=100))
+    except NotEnoughMessagesException:
+        assert time.monotonic() - began >= 0.1
+    else:
+        raise AssertionError("there is no such message")
+    client.close()
+"""
+
+
+def test_an_sdk_client_may_not_shrink_a_stream_below_what_it_holds_and_a_wait_lasts_its_time(
+    any_sdk: Sdk, server: Server
+) -> None:
+    """AWS, Work with message streams, "Update message stream": maxSize is at least the current size."""
+    if any_sdk.name != "greengrasssdk-1.5.0":
+        any_sdk.run(SHRINK, server)
+
 
 def test_the_guides_operations_run_with_every_python_sdk(any_sdk: Sdk, server: Server) -> None:
     any_sdk.run(OPERATIONS, server)
