@@ -6,9 +6,10 @@ dropped from the stream, the next message begins a new object. The same batch al
 object is written only if no object has its name (`If-None-Match: *`). `rows-sha256` in its metadata is the
 SHA-256 of its rows as uncompressed `ndjson`. If an object with the same digest exists, an earlier attempt
 has arrived. If a different one exists, another gateway has the same id or runs on a copy of the data
-directory: the export stops, and overwrites nothing. `replaceEtag` names an object that may be replaced
-nevertheless. With `conditionalPut` false, for stores without conditional requests, objects are overwritten.
-Formats:
+directory: the export stops, and overwrites nothing. The same goes for objects with other names that have
+some of the numbers (`bridge.plugin.lineage`). `replaceEtag` names an object that may be replaced
+nevertheless. With `conditionalPut` false, for stores without conditional requests, nothing is compared, and
+objects are overwritten. Formats:
 
 * `ndjson`: gzip of one JSON object per line with the keys gateway, stream, epoch (string),
   sequence_number, ingest_time (RFC 3339, UTC, milliseconds, `Z`), topic, payload (base64).
@@ -59,8 +60,9 @@ from bridge import (
 from bridge.deflate import compressor
 from bridge.filtered import PARQUET_KEY, declaration, with_extra
 from bridge.model import MAX_INT64, MAX_MILLIS, MIB
-from bridge.objectkeys import data_key, report_key
+from bridge.objectkeys import data_key, epoch_prefix, report_key
 from bridge.plugin.aws import failure
+from bridge.plugin.lineage import Lineage
 from bridge.plugin.objects import ObjectWriter
 from bridge.plugin.records import lines
 from bridge.plugin.reports import gateway_report
@@ -124,6 +126,7 @@ class S3Exporter(Exporter):
             replace_etag=config.replace_etag,
             options=options,
         )
+        self._lineage = Lineage(self._client, config.bucket, context)
         self._destination = (config.bucket, self._prefix)
         self._written = _written.setdefault(self._client, {})
         # When the last upload or drop was settled; an older report lacks it. `inf`: not settled yet, and also
@@ -150,8 +153,13 @@ class S3Exporter(Exporter):
 
     def export(self, batch: Batch) -> Outcome:
         self._announce()
+        key = self._key(batch)
+        if self.config.conditional_put:
+            folder = self._under(epoch_prefix(batch.gateway, batch.stream, batch.epoch))
+            but = self.config.replace_etag
+            self._lineage.check(batch, key, folder, but=but, changed=bool(self.config.reduce))
         body, digest = self._encode(batch)
-        self._objects.put_once(self._key(batch), body, self._type, digest)
+        self._objects.put_once(key, body, self._type, digest)
         self._settled_at = math.inf
         self._report_while_busy()
         return ACCEPTED

@@ -243,3 +243,61 @@ def test_the_gateway_report_is_rewritten(tmp_path: Path, bucket: Bucket) -> None
 
     asyncio.run(scenario())
     assert "raw/" + objectkeys.report_key("gw-1") in bucket.names()
+
+
+def renumbered(batch: Batch, first: int, last: int, shift: int = 0, payload: bytes | None = None) -> Batch:
+    """Messages of a batch as a batch of their own; `shift` is added to their ingest times."""
+    records = [
+        Record(r.sequence_number, r.ingest_time + shift, r.topic, r.payload if payload is None else payload)
+        for r in batch.records
+        if first <= r.sequence_number <= last
+    ]
+    return Batch(batch.gateway, batch.stream, batch.epoch, first, last, records)
+
+
+@pytest.mark.parametrize("kind", ["ndjson", "parquet"])
+@pytest.mark.parametrize(("first", "last"), [(0, 3), (3, 7), (8, 12), (0, 12)])
+@pytest.mark.parametrize("days", [0, 1, 40])
+def test_a_copy_stops_wherever_its_batches_begin_and_end(
+    bucket: Bucket, kind: str, first: int, last: int, days: int
+) -> None:
+    """Its messages of the same numbers came later, perhaps on another day, so no name is there twice."""
+    whole = make_batch([b"%d" % n for n in range(13)], 0)
+    make(bucket, format=kind).export(renumbered(whole, 0, 9))
+    before = bucket.data_keys()
+    copy = renumbered(whole, first, last, shift=86_400_000 * days + 1)
+    with pytest.raises(Stopped, match="another gateway has the id"):
+        make(bucket, format=kind).export(copy)
+    with pytest.raises(Stopped, match="another gateway has the id"):
+        make(bucket, format=kind).export(renumbered(whole, first, last, payload=b"other"))
+    assert bucket.data_keys() == before
+
+
+@pytest.mark.parametrize("kind", ["ndjson", "parquet"])
+def test_an_export_that_starts_over_may_cut_the_same_messages_otherwise(bucket: Bucket, kind: str) -> None:
+    whole = make_batch([b"%d" % n for n in range(13)], 0)
+    make(bucket, format=kind).export(renumbered(whole, 0, 9))
+    again = make(bucket, format=kind)
+    for first, last in ((0, 3), (4, 12)):
+        again.export(renumbered(whole, first, last))
+    assert len(bucket.data_keys()) == 3
+
+
+def test_without_the_right_to_list_an_export_goes_on_and_says_what_it_cannot_notice(
+    bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Denied(Context):
+        def client(self, service: str, config: Any, **options: Any) -> Any:
+            client = super().client(service, config, **options)
+
+            def deny(**_: Any) -> None:
+                raise ClientError({"Error": {"Code": "AccessDenied"}}, "ListObjectsV2")
+
+            client.meta.events.register("before-call.s3.ListObjectsV2", deny)
+            return client
+
+    exporter = make(bucket, Denied())
+    for first in range(3):
+        exporter.export(make_batch([b"x"], first))
+    assert len(bucket.data_keys()) == 3
+    assert sum(record.message.count("s3:ListBucket") for record in caplog.records) == 1

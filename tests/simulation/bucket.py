@@ -289,6 +289,28 @@ class Bucket:
             body = part
         return head | {"Body": io.BytesIO(body), "ContentLength": len(body)}
 
+    def _list_objects_v2(self, options: dict[str, Any]) -> dict[str, Any]:
+        prefix, delimiter = options["Prefix"], options.get("Delimiter", "")
+        if not self.may_list:
+            raise _refused("list_objects_v2", 403, "AccessDenied", "Access Denied")
+        keys = [key for key in self.under(prefix) if key in self.objects]
+        folders = {
+            prefix + key[len(prefix) :].split("/")[0] + "/" for key in keys if "/" in key[len(prefix) :]
+        }
+        if delimiter:
+            keys = [key for key in keys if "/" not in key[len(prefix) :]]
+        after = options.get("ContinuationToken", "")
+        rest = [key for key in keys if key > after]
+        page = rest[:1000]
+        answer: dict[str, Any] = {"IsTruncated": len(page) < len(rest)}
+        if answer["IsTruncated"]:
+            answer["NextContinuationToken"] = page[-1]
+        if page:
+            answer["Contents"] = [{"Key": key, "ETag": f'"{self.objects[key].etag}"'} for key in page]
+        if delimiter and folders:
+            answer["CommonPrefixes"] = [{"Prefix": folder} for folder in sorted(folders)]
+        return answer
+
     def _create_multipart_upload(self, options: dict[str, Any]) -> dict[str, Any]:
         name = f"upload-{len(self.log)}-{self.random.getrandbits(64):x}"
         metadata = {key.lower(): value for key, value in options.get("Metadata", {}).items()}
