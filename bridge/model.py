@@ -141,6 +141,23 @@ def segment_for(max_size: int) -> int:
     return min(DEFAULT_SEGMENT_SIZE, max(max_size // 8, 8 * KIB), max_size)
 
 
+def changed_defaults(
+    before: MessageStreamDefinition, now: MessageStreamDefinition
+) -> list[tuple[str, str, str, str]]:
+    """What an earlier version's default for declared streams was: key, old and new value, what it means.
+
+    Only settings that have the old default in `before` and the new one in `now`.
+    """
+    found = []
+    if (before.retention, now.retention) == ("limits", "exported"):
+        meaning = "when it is full, the oldest segments go that its declared exports have delivered"
+        found.append(("retention", '"limits"', '"exported"', meaning))
+    if now.flush_on_write > before.flush_on_write and now.persistence is Persistence.File:
+        meaning = "a message is acknowledged when it is on the disk, and a power cut takes none"
+        found.append(("flush_on_write", "false", "true", meaning))
+    return found
+
+
 NOTHING = "nothing"
 
 

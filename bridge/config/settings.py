@@ -385,9 +385,9 @@ def _stream(
         "export_definition": _exports(reader, table.pop("export", {}), (*keys, "export"), exporters),
         "delivery": None,  # only the Firehose API changes it
     }
-    # Four defaults that a client's request does not have: a full stream rejects new data, but what its exports
-    # have delivered goes first; a message is on the disk before it is acknowledged; and a small stream gets
-    # small segments.
+    # Four defaults that a client's request does not have: a full stream rejects new data, but what its
+    # exports have delivered goes first; a message is on the disk before it is acknowledged; and a small
+    # stream gets small segments.
     table.setdefault("strategy_on_full", StrategyOnFull.RejectNewData.name)
     table.setdefault("retention", "exported")
     table.setdefault("flush_on_write", True)

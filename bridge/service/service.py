@@ -50,6 +50,7 @@ from bridge.firehose.frontend import FirehoseFrontEnd
 from bridge.greengrass.frontend import GreengrassFrontEnd
 from bridge.http.frontend import HttpFrontEnd
 from bridge.http.observer import Observer
+from bridge.model import changed_defaults
 from bridge.mqtt import MqttFrontEnd
 from bridge.mqtt.broker import journalfile
 from bridge.operations.catalog import NewDeliveries, Operations
@@ -372,11 +373,11 @@ class Service:
                 if stored != definition:
                     self._manager.update(definition, among=config.streams)
                     log.info("stream updated", extra={"stream": name})
-                    if (stored.retention, definition.retention) == ("limits", "exported"):
+                    for change in changed_defaults(stored, definition):
                         log.warning(
-                            'retention was "limits" and is "exported" now, the default of declared streams: '
-                            "when it is full, the oldest segments go that its declared exports delivered; "
-                            'to undo that, set retention = "limits" in [streams.%s]',
+                            "%s was %s and is %s now, the default of declared streams: %s; to undo that, "
+                            "set it in [streams.%s]",
+                            *change,
                             name,
                             extra={"stream": name},
                         )

@@ -381,10 +381,14 @@ def test_stored_streams_are_checked_too(path: Path, fill: Fill) -> None:
     text = '[streams.sensors]\nmax_size = 2048\npersistence = "Memory"\n[streams.lost]\n'
     upgrade, *found = check(path, QUIET + text)
     assert upgrade.startswith(
-        'warning: x.toml:11: streams.sensors: the stream exists with retention "limits"; '
+        'warning: x.toml:11: streams.sensors: the stream exists with retention = "limits"; '
     )
     stated = QUIET + text.replace("max_size", 'retention = "limits"\nmax_size')
     assert not any("retention" in line for line in check(path, stated)), "nothing changes"
+    found_synced = check(path, QUIET + "[streams.sensors]\n")
+    assert any(
+        "flush_on_write = false; the next start or reload makes it true" in line for line in found_synced
+    )
     check(path, QUIET + text)
     assert found[0].startswith("warning: x.toml:12: streams.sensors.max_size: the stream holds ")
     assert found[1].startswith("error: x.toml:13: streams.sensors.persistence: the stream exists with")

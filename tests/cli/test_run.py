@@ -324,12 +324,13 @@ def test_a_start_that_fails_to_read_names_the_file(tmp_path: Path, broken: str) 
     assert f"streambridge: {path}: Input/output error" in done.stderr.splitlines()
 
 
-def test_a_start_says_which_streams_the_new_default_of_retention_changes(tmp_path: Path, fill: Fill) -> None:
+def test_a_start_says_which_streams_the_new_defaults_change(tmp_path: Path, fill: Fill) -> None:
     data = fill([("sensors/a", b"1")])
     fill([("a", b"1")], name="stated")
     path = tmp_path / "x.toml"
     path.write_text(
         f'[gateway]\ndata_dir = "{data}"\n[streams.sensors]\n[streams.stated]\nretention="limits"\n'
+        "flush_on_write=false\n"
     )
     (tmp_path / "conf.d").mkdir()
     (tmp_path / "conf.d" / "ports.toml").write_text(ANY_PORT)
@@ -337,8 +338,9 @@ def test_a_start_says_which_streams_the_new_default_of_retention_changes(tmp_pat
     try:
         service.wait_for("ready")
         (line,) = [line for line in service.log if "retention was" in line]
-        assert "to undo that, set retention" in line
-        assert "in [streams.sensors]" in line
+        assert "to undo that, set it in [streams.sensors]" in line
+        assert "stream=sensors" in line
+        (line,) = [line for line in service.log if "flush_on_write was false and is true now" in line]
         assert "stream=sensors" in line
     finally:
         assert service.stop() == 0

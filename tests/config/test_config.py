@@ -307,7 +307,8 @@ threads = 3
 def test_a_key_like_no_other_is_reported_with_the_valid_ones(path: Path) -> None:
     assert mistakes(path, "[greengrass]\nxyz = 1") == [
         "streambridge.toml:2: greengrass.xyz = 1: unknown key; valid keys: authenticate_clients, "
-        "connections, connections_per_address, idle_timeout, listen, retention, token_file, tokens_file, user, users"
+        "connections, connections_per_address, idle_timeout, listen, retention, token_file, tokens_file, "
+        "user, users"
     ]
 
 

@@ -20,7 +20,7 @@ from bridge.config.tomlfile import Keys
 from bridge.config.tomlstruct import dotted, snake
 from bridge.errors import InvalidDefinition
 from bridge.export.cursor import stopped_with
-from bridge.model import MessageStreamDefinition, Persistence, StrategyOnFull
+from bridge.model import MessageStreamDefinition, Persistence, StrategyOnFull, changed_defaults
 from bridge.operations.validate import circles, mistakes
 from bridge.plugin.api import ExportConfig, appends_to
 from bridge.readable import is_directory
@@ -191,13 +191,13 @@ def _compared(
             f"the stream exists with persistence {before.persistence.name}, which cannot be changed; write "
             f'"{before.persistence.name}", or delete the stream',
         )
-    if stream.retention != before.retention and not context.document.states((*keys, "retention")):
-        yield context.warning(
-            keys,
-            f'the stream exists with retention "{before.retention}"; the next start or reload makes it '
-            f'"{stream.retention}", the default: a full stream frees what all its exports have delivered; '
-            f'retention = "{before.retention}" keeps it as it is',
-        )
+    for key, was, now, meaning in changed_defaults(before, stream):
+        if not context.document.states((*keys, key)):
+            yield context.warning(
+                keys,
+                f"the stream exists with {key} = {was}; the next start or reload makes it {now}, the "
+                f"default: {meaning}; {key} = {was} keeps it as it is",
+            )
     size = 0 if stored.memory else _size(stored)
     if context.knows(*keys, "max_size") and stream.max_size < min(size, before.max_size):
         if stream.strategy_on_full is StrategyOnFull.OverwriteOldestData:
