@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
+from bridge.ingest.ages import ORPHAN_DAYS, Ages
 from bridge.ingest.console import (
     EXIT_DAMAGED,
     EXIT_DIFFERS,
@@ -46,6 +47,7 @@ from bridge.printable import printable
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from bridge.ingest.deletes import Deleted
     from bridge.ingest.refine import Refined
     from bridge.ingest.repair import Repaired
     from bridge.ingest.report import Report
@@ -424,31 +426,76 @@ def compact(
     expire_days: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Also delete files that no table version of the last N days uses [keep all]."
+            min=0, help="Also drop table versions that were replaced N days ago, with their files [keep all]."
         ),
     ] = None,
+    orphan_days: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Also delete files that no version has and that are older than N days; at least 1 "
+            f"[{ORPHAN_DAYS:g} with --expire-days].",
+        ),
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Accept fewer days: files that others are writing or reading are lost."),
+    ] = False,
     where: TableOptions,
     on: Spark,
     as_json: Json = False,
 ) -> None:
-    """Merge the table's small files; with --expire-days also delete files that are no longer used.
+    """Merge the table's small files; with --expire-days and --orphan-days also delete unused files.
 
-    No run may take longer than --expire-days: its uncommitted files would be deleted.
+    No run and no other writer may take longer than --orphan-days: its uncommitted files would be deleted.
+    Only files below the table's own place are deleted.
     """
     with result() as out:
         require(*PACKAGES)
         sink = open_existing(where)
+        ages = Ages.of(sink, expire_days, orphan_days, force=force)
+        for risk in ages.risks:
+            log(f"streambridge ingest: {risk}")
         with on.session("streambridge ingest compact") as session:
             done = sink.compact(session)
-        deleted = sink.expire(expire_days) if expire_days is not None else 0
-        line = f"{done.before:,} files merged into {done.after:,}; {deleted:,} unused files deleted"
+        deleted = ages.apply(sink)
+        line = f"{done.before:,} files merged into {done.after:,}; {deleted.count:,} unused files deleted"
         if done.left:
             line += (
                 f"; {done.left:,} files left as they are: another engine has deleted rows or a column in "
                 "them, or partitioned them differently; rewrite them with that engine "
                 "(Athena: OPTIMIZE, Spark: rewrite_data_files)"
             )
-        answer({**asdict(done), "deleted": deleted}, [line], out, as_json=as_json)
+        figures = {"deleted": deleted.count, "not_deleted": deleted.unclear}
+        answer({**asdict(done), **figures}, [line, *_unclear(deleted)], out, as_json=as_json)
+
+
+@app.command()
+@takes(where=table)
+def erase(*, where: TableOptions, as_json: Json = False) -> None:
+    """Remove rows that another engine has deleted, now and for good: all that older versions hold of them.
+
+    Deletes all versions but the current one, and all files that it does not need, whatever their age. Nobody
+    else may write to the table meanwhile: uncommitted files are deleted. Needs no Spark.
+    """
+    with result() as out:
+        require("pyarrow")
+        done = open_existing(where).erase()
+        line = f"{done.count:,} files deleted; the table holds its current rows, and nothing else"
+        if done.unclear:
+            line = f"{done.count:,} files deleted, but not all"
+        content = {"deleted": done.count, "not_deleted": done.unclear}
+        answer(content, [line, *_unclear(done)], out, as_json=as_json)
+        if done.unclear:
+            raise typer.Exit(1)
+
+
+def _unclear(done: Deleted) -> list[str]:
+    """Describe what was not deleted, because it is not clear what it is, or not below the table's place."""
+    lines = [f"not deleted: {name}" for name in done.unclear[:SHOWN]]
+    if len(done.unclear) > SHOWN:
+        lines.append(f"... and {len(done.unclear) - SHOWN:,} more (--json lists them)")
+    return lines
 
 
 @app.command()

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from bridge.ingest import deletes
 from bridge.ingest.columns import shaped
 from bridge.ingest.store import StorageLocation
 
@@ -188,13 +189,17 @@ def labelled(target: Target) -> Target:
 def sweep(target: Target, keep: Iterable[DataFile] = ()) -> None:
     """Delete the files that the tasks of a labelled target wrote, finished or not, except those in `keep`.
 
-    For uncommitted files only. Files that cannot be deleted stay: they do no harm, and a later
-    `compact --expire-days` deletes them.
+    For uncommitted files only: the label was drawn for this round, so no version of the table can name one.
+    Files that cannot be deleted stay: they do no harm, and a later `compact --orphan-days` deletes them.
     """
     assert target.label
+    kept = [target.location.join(file.path).url for file in keep]
+
+    def mine(key: str) -> bool:
+        return key.rpartition("/")[2].startswith(target.label)
+
     with suppress(Exception):  # a network failure, or no right to delete
-        paths = {file.path for file in keep}
-        target.location.open().sweep(f"{target.folder}=", target.label, paths)
+        deletes.sweep(target.location, f"{target.folder}=", lambda: kept, wanted=mine)
 
 
 @contextmanager

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from bridge.ingest.columns import MAX_EXTRAS
-from bridge.ingest.errors import CommitConflict, IngestError, StateMissing, WrongSource
+from bridge.ingest.errors import CommitConflict, IngestError, WrongSource
 from bridge.ingest.files import DataFile, Target, labelled, sweep, sweep_on_error
 from bridge.ingest.intact import share
 from bridge.ingest.listing import DAY, Listing, look_around
 from bridge.ingest.planner import Item, Plan, RoundLimits, StreamId, Work, grouped, plan
 from bridge.ingest.report import Name, Report, build, lacking_source
-from bridge.ingest.sinks.base import Compacted, Sink, tidied
+from bridge.ingest.sinks.base import Compacted, Sink, discard, tidied
 from bridge.ingest.state import Piece, Quarantined, StateStore, TableState, load_state
 from bridge.ingest.store import StorageLocation
 from bridge.ingest.tasks import SparkTasks, Tasks
@@ -302,29 +302,11 @@ def _round(
         try:
             sink.commit(previous, version, files)
         except CommitConflict:
-            if not was_made(sink, states, previous, version):
-                target.location.open().delete(file.path for file in files)
+            discard(sink, files)
             raise
         done.version = version
     done.commit_seconds = time.monotonic() - start
     return skipped
-
-
-def was_made(sink: Sink, states: StateStore, previous: int | None, version: int) -> bool:
-    """Return whether a commit on top of `previous` was made, or may have been, although it was refused.
-
-    Its answer was lost then, and others have committed since: each state says from which it was planned. The
-    table of today need not have its files any more, but older versions do, for a compaction has merged them.
-    """
-    # Not `sinks.base.discard`: that looks at the files of today's table, so it would delete these. Nor can
-    # that use this: a merge (`Sink.replace`) leaves the pointer as it is, so no chain of states tells.
-    found = sink.pointer()
-    try:
-        while found is not None and found not in (previous, version):
-            found = states.previous(found)
-    except StateMissing:
-        return True
-    return found != previous
 
 
 def _without(

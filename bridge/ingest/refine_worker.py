@@ -27,8 +27,7 @@ from bridge.ingest.files import DayFiles, Target
 from bridge.ingest.payloads import Misfit, decoded, text_of
 from bridge.ingest.planner import StreamId
 from bridge.ingest.schema import NOTE
-from bridge.ingest.store import shared
-from bridge.ingest.stored import named, undamaged
+from bridge.ingest.stored import named, opened, undamaged
 from bridge.ingest.topicpattern import TopicPattern
 from bridge.ingest.typed import Rules, Typing
 from bridge.ingest.worker import Function, attempt, status
@@ -75,9 +74,10 @@ class Input:
 
 def stored_rows(paths: Iterable[str], table: Target, columns: pa.Schema) -> Iterator[pa.RecordBatch]:
     """Yield these columns of data files, at most one row group at a time: its size is bounded."""
-    store, schema = shared(table.location), table.arrow()
+    schema = table.arrow()
     for path in paths:
-        content = store.get(path)
+        store, key = opened(table.location, path)
+        content = store.get(key)
         with undamaged(path):
             file = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True)
             names = named(path, file.schema_arrow, schema, columns.names)

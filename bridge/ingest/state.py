@@ -37,6 +37,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from bridge.ingest.deletes import delete
 from bridge.ingest.errors import StateMissing, Vanished, line
 from bridge.ingest.gateway_reports import ReportedStream, ReportTime
 from bridge.ingest.planner import StreamId
@@ -291,7 +292,8 @@ class StateStore:
             needed = {current, self.previous(since[0]) if old and since else None}
         except StateMissing:  # something else wrote there, so which documents are needed is unknown
             return
-        self._store.delete(_name(version) for version in old if version not in needed)
+        kept = [self.location.join(_name(version)).url for version in needed if version is not None]
+        delete(self.location, map(_name, old), lambda: kept)
 
 
 def load_state(sink: Sink) -> TableState:

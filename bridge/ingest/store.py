@@ -16,7 +16,7 @@ import re
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -37,6 +37,7 @@ READERS = 16  # small objects read at the same time: each costs a round trip
 READS = 4  # attempts to read an object whose connection breaks, before Spark retries the whole task
 RETRY_INTERVAL = 0.5  # seconds
 ALWAYS = float("inf")
+UNFINISHED = ".tmp"  # ends the name of a local file that is being written
 SPOOL = 32 << 20  # bytes that a writer to S3 holds in memory before it uses a local temporary file
 
 # S3 returns these for one object; the next one may well be readable
@@ -74,6 +75,9 @@ class ObjectStore(Protocol):
 
     `ahead` is how many requests may be on their way at the same time. 0: only one, in the caller's thread.
     `under` yields the objects whose keys begin with a prefix, only those with keys greater than `after`.
+    `size` returns None for an object that does not exist. Only `deletes` may call `delete`. `abort` deletes
+    unfinished objects, which nobody can read: those with the prefix whose keys are `wanted`, begun before
+    `before` (Unix time in ms).
     """
 
     ahead: int
@@ -87,8 +91,9 @@ class ObjectStore(Protocol):
     def put(self, key: str, data: bytes) -> None: ...
     def create(self, key: str, data: bytes) -> bool: ...
     def writer(self, key: str) -> Any: ...
+    def size(self, key: str) -> int | None: ...
     def delete(self, keys: Iterable[str]) -> None: ...
-    def sweep(self, prefix: str, label: str, keep: Container[str], before: float = ALWAYS) -> int: ...
+    def abort(self, prefix: str, wanted: Callable[[str], bool], before: float = ALWAYS) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +132,28 @@ class StorageLocation:
         """Return the folder one level up, if there is one."""
         url = self.url.rstrip("/").rpartition("/")[0]
         return replace(self, url=url) if url and not url.endswith("/") else None
+
+
+def literal(location: str) -> str:
+    """Return a location with the scheme `s3`, or as a path; percent signs in it mean themselves."""
+    local = re.sub("^file:(//(localhost)?(?=/))?", "", location, flags=re.IGNORECASE)
+    return re.sub("^s3[an]?:", "s3:", re.sub("^/+", "/", local), flags=re.IGNORECASE)
+
+
+def below(place: str, location: str) -> str | None:
+    """Return the key of a location below a place that is spelt alike, except for the scheme; or None."""
+    folder, path = literal(place).rstrip("/") + "/", literal(location)
+    key = path.removeprefix(folder)
+    return key if key != path and not key.startswith("/") else None
+
+
+def holding(location: StorageLocation, path: str) -> tuple[StorageLocation, str]:
+    """Return where a data file of a table at `location` is, and its key there.
+
+    The path of a file that is not below the table is absolute.
+    """
+    found = re.match("(/|[a-z0-9]+://[^/]+/)", text := literal(path))
+    return (replace(location, url=found[0]), text[found.end() :]) if found else (location, path)
 
 
 def table_folder(option: str, given: str, refused: str) -> Path:
@@ -196,7 +223,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     A reader sees the old file or the new one. Raises OSError.
     """
-    partial = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
+    partial = path.with_name(f"{path.name}.{uuid4().hex}{UNFINISHED}")
     try:
         with partial.open("wb") as file:
             yield file
@@ -222,19 +249,26 @@ class LocalStore:
         entries: list[Entry] = []
         for folder, folders, names in os.walk(self.root, onerror=_unlisted):
             for name in names:
-                entries += self._entry(os.path.join(folder, name))
+                if not name.endswith(UNFINISHED):
+                    entries += self._entry(os.path.join(folder, name))
             return Top(entries, [f"{name}/" for name in folders])
         return Top(entries, [])
 
     def under(self, prefix: str, after: str = "") -> Iterator[Entry]:
-        """Yield the files below a folder."""
-        for folder, _, names in os.walk(self.root / prefix, onerror=_unlisted):
-            for name in names:
-                yield from (entry for entry in self._entry(os.path.join(folder, name)) if entry.key > after)
+        for path in self._paths(prefix):
+            if not path.endswith(UNFINISHED):
+                yield from (entry for entry in self._entry(path) if entry.key > after)
+
+    def _paths(self, prefix: str) -> Iterator[str]:
+        within, _, begin = prefix.rpartition("/")
+        top = str(self.root / within)
+        for folder, folders, names in os.walk(top, onerror=_unlisted):
+            if folder == top:
+                folders[:] = [name for name in folders if name.startswith(begin)]
+                names = [name for name in names if name.startswith(begin)]
+            yield from (os.path.join(folder, name) for name in names)
 
     def _entry(self, path: str) -> Iterator[Entry]:
-        if path.endswith(".tmp"):
-            return
         try:
             found = os.stat(path)
         except OSError as error:
@@ -290,26 +324,20 @@ class LocalStore:
         with replacing(path) as file:
             yield file
 
+    def size(self, key: str) -> int | None:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return (self.root / key).stat().st_size
+        return None
+
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             (self.root / key).unlink(missing_ok=True)
 
-    def sweep(self, prefix: str, label: str, keep: Container[str], before: float = ALWAYS) -> int:
-        """Delete files named `label...` in folders named `prefix...`, unfinished ones too; return how many.
-
-        Only those older than `before` (Unix time in ms) that are not in `keep`.
-        """
-        gone = 0
-        for folder, _, names in os.walk(self.root / prefix.rpartition("/")[0]):
-            for name in names:
-                path = Path(folder, name)
-                key = os.path.relpath(path, self.root)
-                if key.startswith(prefix) and name.startswith(label) and key not in keep:
-                    with suppress(FileNotFoundError):
-                        if path.stat().st_mtime_ns / 1_000_000 < before:
-                            path.unlink()
-                            gone += 1
-        return gone
+    def abort(self, prefix: str, wanted: Callable[[str], bool], before: float = ALWAYS) -> None:
+        for path in self._paths(prefix):
+            if path.endswith(UNFINISHED):
+                gone = [entry.key for entry in self._entry(path) if entry.modified < before]
+                self.delete(key for key in gone if wanted(key))
 
 
 def _at_most(body: Any, most: int | None) -> bytes:
@@ -447,6 +475,14 @@ class S3Store:
             file.seek(0)
             self.client.upload_fileobj(file, self.bucket, self.prefix + key)
 
+    def size(self, key: str) -> int | None:
+        try:
+            return int(self.client.head_object(Bucket=self.bucket, Key=self.prefix + key)["ContentLength"])
+        except self.client.exceptions.ClientError as error:
+            if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404:
+                return None
+            raise
+
     def delete(self, keys: Iterable[str]) -> None:
         wanted = [{"Key": self.prefix + key} for key in keys]
         for start in range(0, len(wanted), 1000):
@@ -455,32 +491,16 @@ class S3Store:
             for error in refused:
                 raise IngestError(f"{error.get('Key')}: cannot be deleted: {error.get('Message')}")
 
-    def sweep(self, prefix: str, label: str, keep: Container[str], before: float = ALWAYS) -> int:
-        """Delete objects named `label...` in folders named `prefix...`; return how many.
-
-        Only those older than `before` (Unix time in ms) that are not in `keep`. Multipart uploads are aborted
-        too, but not counted: a role that may write need not have the right to list them.
-        """
+    def abort(self, prefix: str, wanted: Callable[[str], bool], before: float = ALWAYS) -> None:
+        """Abort multipart uploads; a role that may write need not have the right to list them."""
         from botocore.exceptions import ClientError
 
-        gone = [
-            entry.key
-            for entry in self.under(prefix)
-            if entry.key.rpartition("/")[2].startswith(label)
-            and entry.key not in keep
-            and entry.modified < before
-        ]
-        self.delete(gone)
-        with suppress(ClientError):
-            self._abort(prefix, label, before)
-        return len(gone)
-
-    def _abort(self, prefix: str, label: str, before: float) -> None:
         pages = self.client.get_paginator("list_multipart_uploads")
-        for page in pages.paginate(Bucket=self.bucket, Prefix=self.prefix + prefix):
-            for found in page.get("Uploads", ()):
-                began = datetime.fromisoformat(str(found["Initiated"])).timestamp() * 1000
-                if found["Key"].rpartition("/")[2].startswith(label) and began < before:
-                    self.client.abort_multipart_upload(
-                        Bucket=self.bucket, Key=found["Key"], UploadId=found["UploadId"]
-                    )
+        with suppress(ClientError):
+            for page in pages.paginate(Bucket=self.bucket, Prefix=self.prefix + prefix):
+                for found in page.get("Uploads", ()):
+                    began = datetime.fromisoformat(str(found["Initiated"])).timestamp() * 1000
+                    if wanted(found["Key"][len(self.prefix) :]) and began < before:
+                        self.client.abort_multipart_upload(
+                            Bucket=self.bucket, Key=found["Key"], UploadId=found["UploadId"]
+                        )

@@ -15,11 +15,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bridge.ingest.errors import IngestError, line
-from bridge.ingest.store import ObjectStore
+from bridge.ingest.store import ObjectStore, StorageLocation, holding, shared
 
 FOOTER = 64 << 10  # bytes of the first request: most footers are smaller
 END = 8  # bytes: the length of the footer, and Parquet's magic
 FIELD_ID = b"PARQUET:field_id"
+
+
+def opened(location: StorageLocation, path: str) -> tuple[ObjectStore, str]:
+    """Return the store of a data file of a table at `location`, for a task, and the file's key in it."""
+    place, key = holding(location, path)
+    return shared(place), key
 
 
 def footer(store: ObjectStore, path: str) -> pq.FileMetaData:

@@ -27,6 +27,7 @@ from urllib.parse import unquote, urlparse
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 
+from bridge.ingest.deletes import delete
 from bridge.ingest.errors import BadObject, BadOption, IngestError, Unreadable, Vanished
 from bridge.ingest.messages import BATCH_ROWS, decoded, wanted_columns
 from bridge.ingest.offsets import BAD, GONE, UNREADABLE, Planned, Position, record_name
@@ -172,7 +173,7 @@ class ObjectStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return
         done = [name for batch, name in self._resolved if batch <= end["batch"]]
         self._resolved = [(batch, name) for batch, name in self._resolved if batch > end["batch"]]
-        self._open(self.options.quarantine).delete(done)
+        delete(self.options.quarantine, done, tuple)  # this query's own records: nothing refers to them
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read the objects of a task."""

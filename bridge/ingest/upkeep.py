@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from bridge.ingest import intact
+from bridge.ingest.deletes import delete
 from bridge.ingest.errors import IngestError
 from bridge.ingest.planner import Inventory, StreamId
 from bridge.ingest.report import ACCEPTED, GONE, survey
@@ -68,7 +70,8 @@ def prune(
 
     All numbers of an object must be in the table's state, or have been deleted from the table on purpose.
     Quarantined objects, foreign objects and gateway reports always stay. Raises IngestError, and deletes
-    nothing, if the table does not have the rows of its state (not with `trust_state`), or lacks a column.
+    nothing, if the table does not have the rows of its state (not with `trust_state`), lacks a column, or
+    needs a file that is gone or has another size: the objects may be all that is left of its rows.
     """
     store = source.open()
     check(sink.name, sink.differences())
@@ -97,7 +100,15 @@ def prune(
             else:
                 gone.append(item.key)
                 done.deleted_bytes += item.size
+    if gone and not (files := intact.look(sink, state)).whole:
+        bad = [f"{damage.path} {damage.why}" for damage in files.damages] or files.unseen
+        raise IngestError(
+            f"{sink.name}: {len(bad)} of its files cannot be read, so nothing is deleted, because the "
+            f"objects may be all that is left of their rows: {bad[0]}; bring them back with "
+            "`streambridge ingest repair` first"
+        )
     done.deleted = len(gone)
     if not dry_run:
-        store.delete(gone)
+        refused = [source.join(key).url for key, _ in state.quarantine]
+        delete(source, gone, lambda: refused)
     return done

@@ -160,6 +160,7 @@ def test_whatever_is_killed_on_a_cluster_the_table_is_exact_and_no_orphan_surviv
             cluster.kill_driver()
             before = rows()
             iceberg().expire(0.0)
+            iceberg().orphans(0.0)
             assert rows() == before
             data = tmp_path / "warehouse" / "lake" / "messages" / "data"
             on_disk = {path for path in data.rglob("*") if path.is_file()}
@@ -171,4 +172,5 @@ def test_whatever_is_killed_on_a_cluster_the_table_is_exact_and_no_orphan_surviv
         print(f"{number + 1} of {KILLS}: {victim}, {uploaded} rows, {cluster.starts} starts", flush=True)
     cluster.stop()
     iceberg().expire(0.0)
+    iceberg().orphans(0.0)
     exact()

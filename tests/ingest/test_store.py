@@ -11,6 +11,7 @@ from threading import Thread
 import pytest
 from botocore.exceptions import BotoCoreError, ReadTimeoutError
 
+from bridge.ingest.deletes import sweep
 from bridge.ingest.errors import Vanished
 from bridge.ingest.store import READS, LocalStore, S3Store, StorageLocation, read
 
@@ -77,8 +78,12 @@ def test_the_end_of_an_object_can_be_read_alone(
         place.open().tail("other", 4)
 
 
+def labelled(key: str) -> bool:
+    return key.rpartition("/")[2].startswith("r1-")
+
+
 def test_what_a_killed_writer_left_is_swept_by_its_label_and_age(tmp_path: Path) -> None:
-    store = StorageLocation(str(tmp_path)).open()
+    place = StorageLocation(str(tmp_path))
     for name in ("r1-a.parquet", "r1-b.parquet", "r1-c.parquet.x.tmp", "r2-a.parquet"):
         path = tmp_path / "data" / "day=1" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,10 +94,11 @@ def test_what_a_killed_writer_left_is_swept_by_its_label_and_age(tmp_path: Path)
     def left() -> set[str]:
         return {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("r*")}
 
-    assert store.sweep("data/day=", "r1-", {"data/day=1/r1-b.parquet"}) == 2
+    kept = [f"file:{tmp_path}/data/day=1/r1-b.parquet"]
+    assert sweep(place, "data/day=", lambda: kept, wanted=labelled).count == 1
     assert left() == {"data/day=1/r1-b.parquet", "data/day=1/r2-a.parquet", "other/r1-a.parquet"}
-    assert store.sweep("data/", "", set(), before=1000.0) == 0
-    assert store.sweep("data/", "", set()) == 2
+    assert sweep(place, "data/", list, before=1000.0).count == 0
+    assert sweep(place, "data/", list).count == 2
     assert left() == {"other/r1-a.parquet"}
 
 
@@ -106,7 +112,8 @@ def test_unfinished_multipart_uploads_are_swept(bucket: StorageLocation) -> None
     store = bucket.open()
     store.put("data/day=1/r1-b", b"x")
     store.put("data/day=1/r1-c", b"x")
-    assert store.sweep("data/day=", "r1-", {"data/day=1/r1-b"}) == 1
+    kept = [f"s3n://{name}/{prefix}/data/day=1/r1-b"]
+    assert sweep(bucket, "data/day=", lambda: kept, wanted=labelled).count == 1
     assert [entry.key for entry in store.list()] == ["data/day=1/r1-b"]
     uploads = client.list_multipart_uploads(Bucket=name)["Uploads"]
     assert [upload["Key"] for upload in uploads] == [f"{prefix}/data/day=1/r2-a"]

@@ -140,7 +140,7 @@ class Ingest:
             self._each("save the state", self._save, f"{room}.state:StateStore.save"),
             self._each(
                 "commit", self._commit, f"{room}.sinks.iceberg:IcebergSink.commit",
-                f"{room}.sinks.delta:DeltaSink.commit", f"{room}.job:was_made",
+                f"{room}.sinks.delta:DeltaSink.commit", f"{room}.sinks.base:discard",
             ),
             self._each("report", self._finish, f"{room}.report:build"),
             self._each(

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import io
 from bisect import bisect_left, insort
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -459,16 +459,13 @@ class BucketStore:
             self.at(f"delete {key}")
             self.bucket.remove(self.prefix + key)
 
-    def sweep(self, prefix: str, label: str, keep: Container[str], before: float = ALWAYS) -> int:
-        gone = [
-            entry.key
-            for entry in self.under(prefix)
-            if entry.key.rpartition("/")[2].startswith(label)
-            and entry.key not in keep
-            and entry.modified < before
-        ]
-        self.delete(gone)
-        return len(gone)
+    def size(self, key: str) -> int | None:
+        self.at(f"head {key}")
+        found = self.bucket.objects.get(self.prefix + key)
+        return None if found is None else len(found.body)
+
+    def abort(self, prefix: str, wanted: Callable[[str], bool], before: float = ALWAYS) -> None:
+        pass  # an object of this bucket is there at once
 
 
 # botocore takes most of a second to import and to load its model of S3: both happen once, when needed

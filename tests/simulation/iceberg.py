@@ -12,7 +12,6 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import replace
 from datetime import datetime
 from io import BytesIO
 from time import time
@@ -35,7 +34,7 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.utils.concurrent import ExecutorFactory
 
 from bridge.ingest.errors import Vanished
-from bridge.ingest.files import DataFile, Target
+from bridge.ingest.files import DataFile
 from bridge.ingest.sinks.base import Compacted, LiveFile
 from bridge.ingest.sinks.compact import merge
 from bridge.ingest.sinks.due import bins
@@ -150,12 +149,8 @@ class OpenIceberg(IcebergSink):
         place: StorageLocation = self._in_memory(super().state())
         return place
 
-    def layout(self, needed: pa.Schema) -> Target:
-        target = super().layout(needed)
-        return replace(target, location=self._in_memory(target.location))
-
-    def _place(self, table: TableOfIceberg) -> StorageLocation:
-        place: StorageLocation = self._in_memory(super()._place(table))
+    def place(self, table: TableOfIceberg) -> StorageLocation:
+        place: StorageLocation = self._in_memory(super().place(table))
         return place
 
     def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:

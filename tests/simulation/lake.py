@@ -190,7 +190,7 @@ class LakeChecks:
                 case 0:
                     self._work(lambda place, sink, tasks: sink.compact(tasks))
                 case 1:
-                    self._work(lambda place, sink, tasks: sink.expire(days))
+                    self._work(lambda place, sink, tasks: (sink.expire(days), sink.orphans(days)))
                 case 3:
                     self._vanish()
                 case _:

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from bridge.ingest.columns import IDENTITY, MESSAGES, shaped
+from bridge.ingest.deletes import Deleted, References, sweep
 from bridge.ingest.errors import CommitConflict
 from bridge.ingest.files import STATISTICS, DataFile, DayFiles, Target, labelled, sweep_on_error
 from bridge.ingest.sinks.base import (
@@ -224,12 +225,23 @@ class TableSink:
         """Merge the files of each day as soon as there are three."""
         return self.compact(None) if len(self.files()) > 2 else Compacted()
 
-    def expire(self, days: float) -> int:
-        """Forget versions that are so old, but for the current one, and delete the files only they had."""
+    def references(self) -> References:
+        def kept() -> Iterator[str]:
+            self.at("references")
+            yield from (f"s3://{self.memory.bucket.name}/{key}" for key in self.memory.needed())
+
+        return kept
+
+    def expire(self, days: float) -> Deleted:
+        """Forget versions that are so old, but for the current one."""
         table, before = self.memory, table_time(self.memory) - days * DAY_MS
         table.versions = [v for v in table.versions if v.at >= before or v is table.now]
-        used = {file.path for version in table.versions for file in version.files}
-        return self._place().open().sweep("data/", "", used, before)
+        return Deleted()
+
+    def orphans(self, days: float) -> Deleted:
+        """Delete the files that no version has."""
+        before = table_time(self.memory) - days * DAY_MS
+        return sweep(self._place(), "data/", self.references(), before)
 
     def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> pa.Table:
         rows = pa.concat_tables([*self._contents()], promote_options="default")

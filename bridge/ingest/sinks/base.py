@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
+from bridge.ingest.deletes import Deleted, References, delete
 from bridge.ingest.errors import CommitConflict, IngestError, line
 from bridge.ingest.files import DataFile, Target
-from bridge.ingest.store import StorageLocation
+from bridge.ingest.store import StorageLocation, ahead
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -204,8 +207,26 @@ class Sink(Protocol):
         Called after a round; its cost does not grow with the table.
         """
 
-    def expire(self, days: float) -> int:
-        """Drop versions older than so many days, delete the files that only they used; return how many."""
+    def references(self) -> References:
+        """Return what gives the locations of all files that versions of the table need, read anew."""
+
+    def retention(self) -> float:
+        """Return how many days the table's own settings keep replaced and unknown files; 0 without any."""
+
+    def expire(self, days: float) -> Deleted:
+        """Drop versions that were replaced so many days ago, and delete the files that only they used."""
+
+    def orphans(self, days: float) -> Deleted:
+        """Delete files that no version uses and that are older than so many days: those of killed runs.
+
+        Raises IngestError if they may be of another table.
+        """
+
+    def erase(self) -> Deleted:
+        """Delete now whatever the current version does not need, also from the metadata.
+
+        Raises IngestError if the current version has deleted rows in its files, or if older ones are named.
+        """
 
     def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
         """Return rows as an Arrow table in this process: a few of them, or all of a small table."""
@@ -271,8 +292,20 @@ def tidied(tasks: Callable[[], Tasks], sink: Sink) -> Compacted:
 def discard(sink: Sink, files: Sequence[DataFile]) -> None:
     """Delete files whose commit was refused.
 
-    Files that the table has are kept: the commit may have succeeded although its answer was lost.
+    Files of a version of the table are kept: the commit may have succeeded although its answer was lost.
     """
-    # Not `job.was_made`: that follows the chain of states, and a merge (`Sink.replace`) makes no new state.
-    live = {file.path for file in sink.files()}
-    sink.target().location.open().delete(file.path for file in files if file.path not in live)
+    with suppress(Exception):  # a network failure, or no right to delete: `compact --orphan-days` does it
+        delete(sink.target().location, [file.path for file in files], sink.references())
+
+
+def check_files(sink: Sink, files: Sequence[DataFile], place: StorageLocation) -> None:
+    """Raise CommitConflict unless the files to be committed are there: something may have deleted them."""
+    store = place.open()
+    sizes = ahead((partial(store.size, file.path) for file in files), store.ahead if len(files) > 1 else 0)
+    for file, size in zip(files, sizes, strict=True):
+        if (found := size()) != file.size:
+            now = "is gone" if found is None else f"has {found} bytes, not {file.size}"
+            raise CommitConflict(
+                f"{sink.name}: {file.path} was to be committed and {now}, so nothing was committed; find out "
+                "what deletes files in the table's folder (compact --orphan-days, a lifecycle rule)"
+            )

@@ -25,8 +25,8 @@ from bridge.ingest.files import DataFile, DayFiles, Target, labelled, sweep, swe
 from bridge.ingest.planner import grouped
 from bridge.ingest.sinks.base import Compacted, LiveFile, discard
 from bridge.ingest.sinks.due import SMALL, bins
-from bridge.ingest.store import ObjectStore, shared
-from bridge.ingest.stored import footer, names, undamaged
+from bridge.ingest.store import StorageLocation
+from bridge.ingest.stored import footer, names, opened, undamaged
 from bridge.ingest.tasks import SparkTasks, Tasks
 
 if TYPE_CHECKING:
@@ -88,10 +88,10 @@ def merge(tasks: Tasks, sink: IcebergSink, groups: Sequence[Sequence[LiveFile]])
 
 def _merge(paths: list[str], target: Target) -> Iterator[tuple[str, Any]]:
     """Merge files. Yields the status rows `file` (written), `old` (replaced) and `left` (unchanged)."""
-    schema, store = target.arrow(), shared(target.location)
+    schema = target.arrow()
     suitable: list[_File] = []
     for path in paths:
-        file = _inspect(store, path, schema)
+        file = _inspect(target.location, path, schema)
         if file is None:
             yield "left", path
         else:
@@ -99,14 +99,14 @@ def _merge(paths: list[str], target: Target) -> Iterator[tuple[str, Any]]:
     for group in grouped(suitable, lambda file: file.unpacked, UNPACKED):
         if len(group) == 1:
             continue
-        yield from (("file", asdict(written)) for written in _merged(store, group, target, schema))
+        yield from (("file", asdict(written)) for written in _merged(group, target, schema))
         yield from (("old", file.path) for file in group)
 
 
-def _inspect(store: ObjectStore, path: str, schema: pa.Schema) -> _File | None:
+def _inspect(location: StorageLocation, path: str, schema: pa.Schema) -> _File | None:
     """Read the footer of a file; None if the table lacks one of the file's columns."""
     with undamaged(path):
-        found = footer(store, path)
+        found = footer(*opened(location, path))
     columns = found.schema.to_arrow_schema()
     known = names(columns, schema)
     if len(known) < len(columns):
@@ -128,10 +128,10 @@ def _repeating(found: pq.FileMetaData, columns: pa.Schema, known: dict[str, str]
     )
 
 
-def _merged(store: ObjectStore, group: list[_File], target: Target, schema: pa.Schema) -> list[DataFile]:
+def _merged(group: list[_File], target: Target, schema: pa.Schema) -> list[DataFile]:
     """Write the rows of some files into new ones, sorted."""
     repeating = frozenset().union(*(file.repeating for file in group))
-    tables = [_read(store, file, repeating, schema) for file in group]
+    tables = [_read(target.location, file, repeating, schema) for file in group]
     # older files have fewer columns
     table = pa.concat_tables(tables, promote_options="permissive").unify_dictionaries().combine_chunks()
     del tables
@@ -144,10 +144,11 @@ def _merged(store: ObjectStore, group: list[_File], target: Target, schema: pa.S
     return files.written
 
 
-def _read(store: ObjectStore, file: _File, repeating: frozenset[str], schema: pa.Schema) -> pa.Table:
+def _read(location: StorageLocation, file: _File, repeating: frozenset[str], schema: pa.Schema) -> pa.Table:
     """Read a file under the table's column names; `repeating` columns stay dictionary-encoded."""
     once = [name for name, known in file.names.items() if known in repeating]
-    source = pa.BufferReader(store.get(file.path))
+    store, key = opened(location, file.path)
+    source = pa.BufferReader(store.get(key))
     with undamaged(file.path):
         table = pq.read_table(
             source, use_threads=False, read_dictionary=once, page_checksum_verification=True

@@ -23,6 +23,7 @@ from deltalake.exceptions import CommitFailedError
 from deltalake.transaction import AddAction
 
 from bridge.ingest.columns import IDENTITY, MESSAGES, PARTITIONS, TIME, VARIANT, is_variant
+from bridge.ingest.deletes import Deleted, References, delete, listed, normal, sweep
 from bridge.ingest.errors import CommitConflict, IngestError, Vanished, line
 from bridge.ingest.files import DataFile, Target
 from bridge.ingest.sinks.base import (
@@ -39,12 +40,14 @@ from bridge.ingest.sinks.base import (
     absent,
     attempts,
     check,
+    check_files,
     differences,
     state_of,
 )
+from bridge.ingest.sinks.deltalog import NOW, named, old, retention
 from bridge.ingest.sinks.due import SMALL, due
 from bridge.ingest.sinks.vectors import FRAME, file_of, read_vectors
-from bridge.ingest.store import StorageLocation, table_folder
+from bridge.ingest.store import ALWAYS, StorageLocation, holding, table_folder
 from bridge.ingest.stored import RangedFile, footer, undamaged
 
 if TYPE_CHECKING:
@@ -55,6 +58,8 @@ if TYPE_CHECKING:
 APPLICATION = "streambridge-ingest"
 PARTITION = PARTITIONS[0]
 BATCH_ROWS = 100_000
+DAY = 24 * 3600
+FOREVER = 36500  # days: whatever the clocks of those who wrote
 
 
 class DeltaSink:
@@ -147,6 +152,7 @@ class DeltaSink:
         if found != previous:
             raise CommitConflict(f"{self.name}: another run committed first")
         self._check(table)
+        check_files(self, files, self.location)
         properties = CommitProperties(app_transactions=[Transaction(APPLICATION, version)])
         try:
             table.create_write_transaction(
@@ -181,9 +187,10 @@ class DeltaSink:
         for action in found:
             action["path"] = unquote(action["path"])
             if action.get("num_records") is None:  # another engine wrote it without statistics
+                place, key = holding(self.location, action["path"])
                 action["num_records"] = 0
                 with suppress(Vanished):
-                    action["num_records"] = footer(self.location.open(), action["path"]).num_rows
+                    action["num_records"] = footer(place.open(), key).num_rows
         return found
 
     def rows(self) -> int:
@@ -267,10 +274,10 @@ class DeltaSink:
         sizes = {action["path"]: action["size_bytes"] for action in actions}
 
         def read(paths: Collection[str]) -> Iterator[pa.Table]:
-            store = self.location.open()
             for path in paths:
+                place, key = holding(self.location, path)
                 with undamaged(path):
-                    source = pa.PythonFile(RangedFile(store, path, sizes[path]), mode="r")
+                    source = pa.PythonFile(RangedFile(place.open(), key, sizes[path]), mode="r")
                     file = pq.ParquetFile(source, page_checksum_verification=True)
                     start, vector = 0, deleted.get(_name(path), [])
                     for batch in file.iter_batches(BATCH_ROWS, columns=IDENTITY.names, use_threads=False):
@@ -315,6 +322,7 @@ class DeltaSink:
         if {file.path for file in removed} != {file.path for file in self.files()}:
             raise CommitConflict(f"{self.name}: another run has changed its files")
         self._check(table)
+        check_files(self, added, self.location)
         # the pointer is repeated: delta-rs then refuses this commit after one of another run, and the reverse
         version = table.transaction_version(APPLICATION)
         same = [] if version is None else [Transaction(APPLICATION, version)]
@@ -365,15 +373,75 @@ class DeltaSink:
             done.after += merged["numFilesAdded"]
         return done
 
-    def expire(self, days: float) -> int:
+    def references(self) -> References:
+        return self._needed(0)
+
+    def retention(self) -> float:
+        table = self.table()
+        return retention(table.metadata().configuration) if table else 0
+
+    def expire(self, days: float) -> Deleted:
+        table, before = self.table(), (time.time() - days * DAY) * 1000
+        if table is None:
+            return Deleted()
+        files = named(self.location, table.version())
+        gone = {normal(file) for file, until in files.items() if until <= before}
+        # the log spells names in its own way; the listing has the keys
+        keys, done = listed(self.location, "", wanted=lambda key: normal(self.location.join(key).url) in gone)
+        done.add(delete(self.location, keys, self._needed(before)))
+        return done
+
+    def orphans(self, days: float) -> Deleted:
+        if self.table() is None:
+            return Deleted()
+        before = (time.time() - days * DAY) * 1000
+        return sweep(self.location, "", self._needed(0), before, _visible)
+
+    def _needed(self, since: float) -> References:
+        """Return what gives the files that a version since a time needed (Unix, in ms)."""
+        seen = -1
+
+        def news() -> Iterator[str]:
+            nonlocal seen
+            table = self.table()
+            if table is not None and table.version() != seen:
+                yield from (
+                    file
+                    for file, until in named(self.location, table.version()).items()
+                    if until > since or until == NOW
+                )
+                yield from table.file_uris()
+                seen = table.version()
+
+        return news
+
+    def erase(self) -> Deleted:
         table = self.table()
         if table is None:
-            return 0
-        hours = round(days * 24)
-        # a full one lists the folder for files that the table does not name; delta-rs knows of no file of
-        # deletion vectors, so it would delete those, too
-        full = not _has_vectors(table)
-        return len(table.vacuum(hours, dry_run=False, enforce_retention_duration=False, full=full))
+            return Deleted()
+        if left := len(_deleted(table)):
+            raise IngestError(
+                f"{self.name}: {left} data file(s) still have the rows that another engine has deleted "
+                "(deletion vectors), so nothing was erased; let it rewrite them (REORG TABLE ... APPLY "
+                "(PURGE)) and repeat"
+            )
+        done = self.expire(-FOREVER)
+        done.add(sweep(self.location, "", self._needed(ALWAYS), wanted=_visible))
+        # commits name bounds of the values in files that are gone, and conditions by which rows were deleted
+        version = table.transaction_version(APPLICATION)
+        same = [] if version is None else [Transaction(APPLICATION, version)]
+        table.create_write_transaction(
+            [],
+            "append",
+            table.schema(),
+            partition_by=[PARTITION],
+            commit_properties=CommitProperties(app_transactions=same),
+        )
+        table = self._made()
+        table.create_checkpoint()
+        kept = [self.location.join(f"_delta_log/{table.version():020d}.json").url]
+        done.add(delete(self.location, list(old(self.location, table.version())), lambda: kept))
+        return done
 
     def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
         table = self.table()
@@ -382,6 +450,12 @@ class DeltaSink:
         data = table.to_pyarrow_dataset()
         chosen = list(columns) if columns else None
         return data.to_table(chosen) if limit is None else data.head(limit, columns=chosen)
+
+
+def _visible(key: str) -> bool:
+    """Return whether a key is of a file that belongs to versions: other engines' own folders are hidden."""
+    parts = key.removeprefix("_change_data/").split("/")
+    return not any(part.startswith(("_", ".")) for part in parts)
 
 
 def _deleted(table: DeltaTable) -> dict[str, list[bool]]:

@@ -12,28 +12,32 @@ snapshots, some at a time, and then deletes the files that only these used:
 The new snapshot names the manifest lists of the dropped ones in its summary, so that both become visible
 together. A job that is killed before it has deleted them leaves them to the next commit that drops some. That
 commit deletes a manifest list after its manifests, so it finds what is left. Files of commits that were never
-made stay until `compact --expire-days`. Data files are left alone here.
+made stay until `compact --orphan-days`. All deletions go through `deletes`, with the references of `Kept`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
+from zlib import decompressobj
 
 from pyiceberg.manifest import ManifestFile, read_manifest_list
 from pyiceberg.table.update.snapshot import ExpireSnapshots
 
+from bridge.ingest import deletes
+from bridge.ingest.deletes import Deleted, sweep
+from bridge.ingest.errors import IngestError
 from bridge.ingest.sinks.snapshots import ancestry, state_version
+from bridge.ingest.store import ObjectStore, StorageLocation, below
 
 if TYPE_CHECKING:
     from pyiceberg.table import Table, Transaction
     from pyiceberg.table.metadata import TableMetadata
     from pyiceberg.table.snapshots import Snapshot
-
-    from bridge.ingest.store import ObjectStore
 
 EXPIRED = "streambridge.expired"  # in the summary of a snapshot: manifest lists that nothing needs since
 LEAST, MOST = 30, 100  # snapshots dropped in one commit; an older version may have left thousands
@@ -43,6 +47,8 @@ LOG = 25  # earlier metadata files that a table keeps, in steps of so many
 DELETE_METADATA = "write.metadata.delete-after-commit.enabled"
 DELETE_DATA = "gc.enabled"  # false if data files may be of other tables too
 DAY_BYTES = 4  # of a day in the bounds of a manifest
+METADATA = ".metadata.json"
+HEAD = 4096  # bytes of a metadata file, with the table's identity
 METADATA_LOG = "write.metadata.previous-versions-max"
 # Few entries are rewritten at a time: pyiceberg takes tens of us for each. These are not stored in the table,
 # and its own properties come first.
@@ -143,52 +149,84 @@ def unfinished(table: Table) -> list[str]:
     return []
 
 
-def delete(table: Table, lists: Iterable[str], store: ObjectStore) -> None:
+class Kept:
+    """The locations that the kept snapshots of a table need; see `deletes.References`.
+
+    `load` gives the table as it is now. Files in manifests of other days than those of `around` are left out:
+    no file of these is among them. Without `files`, all but metadata is.
+    """
+
+    def __init__(
+        self, load: Callable[[], Table | None], around: Collection[ManifestFile] = (), *, files: bool = True
+    ) -> None:
+        self._load, self._around, self._files = load, _days(around), files
+        self._seen: set[str] = set()
+
+    def __call__(self) -> Iterator[str]:
+        table = self._load()
+        if table is None:
+            return
+        metadata = table.metadata
+        yield from (table.metadata_location, *_logged(table))
+        yield from (entry.statistics_path for entry in (*metadata.statistics, *metadata.partition_statistics))
+        for snapshot in metadata.snapshots:
+            if snapshot.manifest_list in self._seen:
+                continue
+            yield snapshot.manifest_list
+            for manifest in _manifests(table, snapshot.manifest_list):
+                if manifest.manifest_path in self._seen:
+                    continue
+                yield manifest.manifest_path
+                if self._files and _overlap(_days([manifest]), self._around):
+                    for entry in manifest.fetch_manifest_entry(table.io, discard_deleted=True):
+                        yield entry.data_file.file_path
+                self._seen.add(manifest.manifest_path)
+            self._seen.add(snapshot.manifest_list)
+
+
+def delete(load: Callable[[], Table | None], lists: Iterable[str], place: StorageLocation) -> Deleted:
     """Delete manifest lists, with the manifests and data files that no snapshot of the table uses any more.
 
-    Such data files were merged or otherwise replaced. `store` has the files of the table.
-    Files that cannot be deleted stay: they do no harm, and `compact --expire-days` deletes them.
+    Such data files were merged or otherwise replaced. `place` is that of the table; files elsewhere stay, and
+    are named. Files are deleted before what names them, so a killed deletion can be repeated.
     """
-    obsolete = set(lists) - {snapshot.manifest_list for snapshot in table.metadata.snapshots}
-    if not obsolete:
-        return
-    with suppress(Exception):  # a network failure, or no right to delete
-        in_use = set(_in_use(table))
-        gone: dict[str, list[ManifestFile]] = {}
-        for path in obsolete:
-            with suppress(FileNotFoundError):
-                gone[path] = _manifests(table, path)
-        unused = [
-            manifest for found in gone.values() for manifest in found if manifest.manifest_path not in in_use
-        ]
-        store.delete(sorted(_replaced(table, {one.manifest_path: one for one in unused}.values())))
-        for path, found in gone.items():
-            for manifest in {manifest.manifest_path for manifest in found} - in_use:
-                _delete(table, manifest)
-            _delete(table, path)
+    table = load()
+    if table is None:
+        return Deleted()
+    dropped = set(lists) - {snapshot.manifest_list for snapshot in table.metadata.snapshots}
+    if not dropped:
+        return Deleted()
+    in_use = set(_in_use(table))
+    unused: dict[str, ManifestFile] = {}
+    there: list[str] = []
+    for path in dropped:
+        with suppress(FileNotFoundError):
+            found = {one.manifest_path: one for one in _manifests(table, path)}
+            unused |= {name: one for name, one in found.items() if name not in in_use}
+            there.append(path)
+    paths = [*sorted(_replaced(table, unused.values())), *unused, *there]
+    keys = {path: below(table.location(), path) for path in paths}
+    mine = [key for key in keys.values() if key]
+    done = deletes.delete(place, mine, Kept(load, unused.values(), files=bool(unused)))
+    if elsewhere := [path for path, key in keys.items() if not key]:
+        kept = set(map(deletes.normal, Kept(load)()))
+        done.unclear += [path for path in elsewhere if deletes.normal(path) not in kept]
+    return done
 
 
 def _replaced(table: Table, unused: Collection[ManifestFile]) -> set[str]:
-    """Return the data files of these manifests that no snapshot has, relative to the table."""
-    if table.metadata.properties.get(DELETE_DATA, "true").lower() != "true":
-        return set()
-    folder = f"{table.location().rstrip('/')}/"
-    gone: dict[str, ManifestFile] = {}
-    for manifest in unused:
+    """Return the data files of these manifests."""
+    gone: set[str] = set()
+    for manifest in unused if collects(table) else ():
         with suppress(FileNotFoundError):  # the data files of such a manifest were deleted before it
-            for entry in manifest.fetch_manifest_entry(table.io, discard_deleted=False):
-                if entry.data_file.file_path.startswith(f"{folder}data/"):
-                    gone[entry.data_file.file_path.removeprefix(folder)] = manifest
-    around = _days(gone.values())
-    seen: set[str] = set()
-    for snapshot in table.metadata.snapshots if gone else ():
-        for manifest in _manifests(table, snapshot.manifest_list):
-            if manifest.manifest_path in seen or not _overlap(_days([manifest]), around):
-                continue
-            seen.add(manifest.manifest_path)
-            for entry in manifest.fetch_manifest_entry(table.io, discard_deleted=True):
-                gone.pop(entry.data_file.file_path.removeprefix(folder), None)
-    return set(gone)
+            entries = manifest.fetch_manifest_entry(table.io, discard_deleted=False)
+            gone.update(entry.data_file.file_path for entry in entries)
+    return gone
+
+
+def collects(table: Table) -> bool:
+    """Return whether the table's data files are its own alone, and may be deleted."""
+    return table.metadata.properties.get(DELETE_DATA, "true").lower() == "true"
 
 
 def _days(manifests: Iterable[ManifestFile]) -> tuple[int, int] | None:
@@ -206,27 +244,59 @@ def _overlap(one: tuple[int, int] | None, other: tuple[int, int] | None) -> bool
     return one is None or other is None or (one[0] <= other[1] and other[0] <= one[1])
 
 
-def sweep(table: Table, store: ObjectStore, before: float) -> None:
-    """Delete metadata files that the table does not name and that are older than `before` (Unix time in ms).
+def replaced(table: Table, before: float) -> list[Snapshot]:
+    """Return the snapshots that were replaced before a time (Unix, in ms); never heads and tagged ones."""
+    heads = {ref.snapshot_id for ref in table.metadata.refs.values()}
+    until = {older.snapshot_id: newer.timestamp_ms for newer, older in pairwise(ancestry(table))}
+    return [
+        snapshot
+        for snapshot in table.metadata.snapshots
+        if snapshot.snapshot_id not in heads
+        and until.get(snapshot.snapshot_id, snapshot.timestamp_ms) <= before
+    ]
 
-    Nothing is deleted if the table has its metadata elsewhere.
+
+def orphans(load: Callable[[], Table | None], place: StorageLocation, before: float) -> Deleted:
+    """Delete files below `data/` and `metadata/` that the table does not name; `before` is Unix time in ms.
+
+    Metadata files are left if the table has its metadata elsewhere. Raises IngestError if the table's folder
+    is that of another table too.
     """
-    folder = f"{table.location().rstrip('/')}/"
-    if not table.metadata_location.startswith(f"{folder}metadata/"):
-        return
-    used = {table.metadata_location, *(entry.metadata_file for entry in table.metadata.metadata_log)}
-    for snapshot in table.metadata.snapshots:
-        manifests = _manifests(table, snapshot.manifest_list)
-        used |= {snapshot.manifest_list, *(manifest.manifest_path for manifest in manifests)}
-    keys = {path.removeprefix(folder) for path in used}
-    store.delete(
-        entry.key
-        for entry in store.under("metadata/")
+    table = load()
+    if table is None:
+        return Deleted()
+    if not collects(table):
+        raise IngestError(
+            f"{'.'.join(table.name())}: it has {DELETE_DATA} = false: its files may be of other tables too, "
+            "so nothing was deleted"
+        )
+    done = Deleted()
+    if below(table.location(), table.metadata_location):
+        _check_owner(table, place.open())
         # whatever else is there (statistics, hints) is not of this job
-        if entry.key.endswith((".avro", ".metadata.json"))
-        and entry.key not in keys
-        and entry.modified < before
-    )
+        done.add(sweep(place, "metadata/", Kept(load), before, lambda key: key.endswith((".avro", METADATA))))
+    done.add(sweep(place, "data/", Kept(load), before))
+    return done
+
+
+def _check_owner(table: Table, store: ObjectStore) -> None:
+    """Raise IngestError if another table has its metadata in the same folder: its files would be orphans."""
+    own = {path.rpartition("/")[2] for path in (table.metadata_location, *_logged(table))}
+    for entry in store.under("metadata/"):
+        if entry.key.endswith(METADATA) and entry.key.rpartition("/")[2] not in own and entry.size:
+            begin = store.part(entry.key, 0, HEAD)
+            if begin.startswith(b"\x1f\x8b"):
+                begin = decompressobj(wbits=31).decompress(begin)
+            found = re.search(rb'"table-uuid"\s*:\s*"([0-9A-Fa-f-]+)"', begin)
+            if found and found[1].decode().lower() != str(table.metadata.table_uuid):
+                raise IngestError(
+                    f"{'.'.join(table.name())}: {entry.key} in its folder is of another table, so nothing "
+                    "was deleted; if that one no longer exists, remove its metadata files first"
+                )
+
+
+def _logged(table: Table) -> list[str]:
+    return [entry.metadata_file for entry in table.metadata.metadata_log]
 
 
 def _in_use(table: Table) -> Iterator[str]:
@@ -243,8 +313,3 @@ def _in_use(table: Table) -> Iterator[str]:
 
 def _manifests(table: Table, path: str) -> list[ManifestFile]:
     return list(read_manifest_list(table.io.new_input(path)))
-
-
-def _delete(table: Table, path: str) -> None:
-    with suppress(FileNotFoundError):
-        table.io.delete(path)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, date, datetime, timedelta
+from datetime import date, timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -31,6 +31,7 @@ from pyiceberg.transforms import DayTransform
 from pyiceberg.typedef import Record
 
 from bridge.ingest.columns import IDENTITY, MESSAGES, PARTITIONS, has_variant
+from bridge.ingest.deletes import Deleted, References
 from bridge.ingest.errors import BadOption, CommitConflict, IngestError, NoTable, StateMissing
 from bridge.ingest.files import DataFile, Target, day_number
 from bridge.ingest.sinks.base import (
@@ -43,6 +44,7 @@ from bridge.ingest.sinks.base import (
     absent,
     attempts,
     check,
+    check_files,
     differences,
     state_of,
 )
@@ -51,12 +53,14 @@ from bridge.ingest.sinks.history import (
     MERGING,
     READERS,
     Drop,
+    Kept,
     delete,
     metadata_log,
     obsolete,
+    orphans,
     record,
+    replaced,
     shared,
-    sweep,
     unfinished,
 )
 from bridge.ingest.sinks.iceberg_files import Without, daily, parts
@@ -75,7 +79,7 @@ from bridge.ingest.sinks.snapshots import (
     with_deletes,
 )
 from bridge.ingest.state import StateStore
-from bridge.ingest.store import ObjectStore, StorageLocation, table_folder
+from bridge.ingest.store import StorageLocation, below, literal, table_folder
 
 if TYPE_CHECKING:
     from pyiceberg.table import Table
@@ -87,6 +91,8 @@ if TYPE_CHECKING:
 
 PARTITION = PARTITIONS[1]
 Change = TypeVar("Change", bound="_SnapshotProducer[Any]")
+DAY = 24 * 3600
+FOREVER = 36500  # days: whatever the clocks of those who wrote
 STATE_AT = "streambridge.state-location"
 # pyiceberg deletes the manifests of a commit that was refused for the last time. But the catalog may have
 # made it, lost the answer, and refused only what its client then sent again: a retry looks for it first.
@@ -222,7 +228,7 @@ class IcebergSink:
         check(self.name, _differences(table, needed))
         self._ready(table)  # raises if the table has never been partitioned by day
         schema = _arrow(table.schema())
-        location = StorageLocation(table.location(), self.endpoint)
+        location = self.place(table)
         # of all specs: Iceberg keeps the old ones, and has no column of such a name beside them
         partitions = {field.name for spec in table.specs().values() for field in spec.fields}
         return Target.of(location, f"data/{PARTITION}", schema, self.schema, partitions)
@@ -253,7 +259,8 @@ class IcebergSink:
             pointer, now = {POINTER: str(version)}, time.time_ns() // 1_000_000
             gone = obsolete(table, previous, self.keep, now)
             if gone:
-                delete(table, unfinished(table), self._store(table))
+                self._delete(unfinished(table))
+            check_files(self, files, self.place(table))
             summary = pointer | record(gone)
             with suppress(CommitFailedException):
                 with table.transaction() as change:
@@ -263,14 +270,21 @@ class IcebergSink:
                     change.set_properties(pointer | metadata_log(table, self.keep, now))
                     if gone:
                         Drop(change, gone).commit()
-                delete(table, [snapshot.manifest_list for snapshot in gone], self._store(table))
+                self._delete([snapshot.manifest_list for snapshot in gone])
                 return
 
-    def _place(self, table: Table) -> StorageLocation:
-        return StorageLocation(table.location(), self.endpoint)
+    def place(self, table: Table) -> StorageLocation:
+        """Return where the table is."""
+        return StorageLocation(literal(table.location()), self.endpoint)
 
-    def _store(self, table: Table) -> ObjectStore:
-        return self._place(table).open()
+    def _delete(self, lists: Iterable[str]) -> None:
+        """Delete what only dropped snapshots had. What cannot be deleted is left for `orphans`."""
+        with suppress(Exception):  # a network failure, or no right to delete
+            self._dropped(lists)
+
+    def _dropped(self, lists: Iterable[str]) -> Deleted:
+        table, wanted = self.table(), list(lists)
+        return delete(self.table, wanted, self.place(table)) if table and wanted else Deleted()
 
     def files(self) -> list[LiveFile]:
         table = self.table()
@@ -300,7 +314,7 @@ class IcebergSink:
 
     def parts(self, after: tuple[str, str] = ("", "")) -> Parts:
         table = self._made()
-        return Parts(current_id(table), counted_files(table), self._place(table), parts(table, after))
+        return Parts(current_id(table), counted_files(table), self.place(table), parts(table, after))
 
     def take_out(self, previous: int | None, version: int, paths: Collection[str], at: str) -> None:
         table = self._ready(self._made())
@@ -332,6 +346,7 @@ class IcebergSink:
             if any(file.has_deletes for file, _ in old):
                 raise CommitConflict(f"{self.name}: another engine has deleted rows in files to be compacted")
             check(self.name, _differences(table, IDENTITY))
+            check_files(self, added, self.place(table))
             version = self._pointer(table)
             # the new snapshot repeats the pointer, because the last one that has it may expire
             keep = {} if version is None else {POINTER: str(version)}
@@ -362,31 +377,61 @@ class IcebergSink:
         groups = list(due(files, max((file.day for file in files), default="")))
         return merge(tasks(), self, groups) if groups else Compacted()
 
-    def expire(self, days: float) -> int:
+    def references(self) -> References:
+        return Kept(self.table)
+
+    def retention(self) -> float:
+        return 0
+
+    def expire(self, days: float) -> Deleted:
+        lists: dict[str, None] = {}
+        for _ in attempts(self.name):
+            table = self.table()
+            gone = replaced(table, _ago(days)) if table else []
+            lists |= dict.fromkeys(snapshot.manifest_list for snapshot in gone)
+            if table is None or not gone:
+                break
+            with suppress(CommitFailedException):
+                table.metadata = table.metadata.model_copy(update=shared(table.metadata))
+                with table.transaction() as change:
+                    Drop(change, gone).commit()
+                break
+        return self._dropped([*(unfinished(table) if table else ()), *lists])
+
+    def orphans(self, days: float) -> Deleted:
+        table = self.table()
+        return orphans(self.table, self.place(table), _ago(days)) if table else Deleted()
+
+    def erase(self) -> Deleted:
         table = self.table()
         if table is None:
-            return 0
-        before = datetime.fromtimestamp(time.time(), UTC) - timedelta(days=days)
-        table.maintenance.expire_snapshots().older_than(before).commit()
-        table = self._made()
-        used: set[str] = set()
-        manifests: set[str] = set()
-        for snapshot in table.snapshots():
-            for manifest in snapshot.manifests(table.io):
-                if manifest.manifest_path not in manifests:
-                    manifests.add(manifest.manifest_path)
-                    entries = manifest.fetch_manifest_entry(table.io, discard_deleted=True)
-                    used.update(live_file(table, entry).path for entry in entries)
-        store = self._store(table)
-        limit = before.timestamp() * 1000
-        sweep(table, store, limit)
-        return store.sweep("data/", "", used, limit)
+            return Deleted()
+        if left := len(with_deletes(table)):
+            raise IngestError(
+                f"{self.name}: {left} data file(s) still have the rows that another engine has deleted "
+                "(merge-on-read), so nothing was erased; let it rewrite them (Athena: OPTIMIZE, Spark: "
+                "rewrite_data_files) and repeat"
+            )
+        current = current_id(table)
+        if named := [name for name, ref in table.refs().items() if str(ref.snapshot_id) != current]:
+            raise IngestError(
+                f"{self.name}: the branches or tags {', '.join(sorted(named))} keep older versions, so "
+                "nothing was erased; drop them and repeat"
+            )
+        done = self.expire(-FOREVER)
+        done.add(self.orphans(-FOREVER))
+        return done
 
     def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
         table = self.table()
         if table is None:
             return self.schema.empty_table()
         return table.scan(selected_fields=tuple(columns) if columns else ("*",), limit=limit).to_arrow()
+
+
+def _ago(days: float) -> float:
+    """Return the Unix time in ms so many days ago."""
+    return (time.time() - days * DAY) * 1000
 
 
 def open_catalog(
@@ -474,7 +519,7 @@ def _differences(table: Table, needed: pa.Schema) -> list[Difference]:
 def live_file(table: Table, entry: ManifestEntry, deleted_from: Container[str] = ()) -> LiveFile:
     """Convert a manifest entry; `deleted_from` are the paths of files with deleted rows."""
     file = entry.data_file
-    path = file.file_path.removeprefix(f"{table.location().rstrip('/')}/")
+    path = below(table.location(), file.file_path) or file.file_path
     by_day = daily(table, table.specs()[file.spec_id])
     return LiveFile(
         path,
