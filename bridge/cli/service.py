@@ -57,8 +57,8 @@ def check(
 
     Reports every mistake in the configuration, and problems with ports, directories, disk space, memory,
     plugins, certificates, secrets and credentials, each with its position and what to do. The exit code is 0
-    if there are only warnings. Also says what each stream does when it is full, and on a day without the link
-    at --rate.
+    if there are only warnings. Also says what each stream does at a power cut, when it is full, and on a day without the
+    link at --rate.
     """
     from bridge.config.checks import examine
     from bridge.config.checks.outlook import outlook
@@ -76,7 +76,8 @@ def check(
             "the addresses it listens on are not tried"
         )
     failed = any(finding.level == "error" for finding in findings)
-    streams = [outlook(stream, number, size) for stream in settings.streams.values()]
+    interval = settings.gateway.sync_interval
+    streams = [outlook(stream, number, size, interval) for stream in settings.streams.values()]
     if as_json:
         output.json({"ok": not failed, "findings": findings, "streams": streams})
     else:
@@ -86,7 +87,8 @@ def check(
             output.echo(f"with {rate} of {message} in each stream (--rate, --message):")
         for stream in streams:
             outage = f"; {stream.outage}" if stream.outage else ""
-            output.echo(f": when full, {stream.when_full}{outage}", title=f"  {stream.name}")
+            costs = f"a power cut costs {stream.power_cut}"
+            output.echo(f": {costs}; when full, {stream.when_full}{outage}", title=f"  {stream.name}")
         if not failed:
             exports = sum(len(e) for s in settings.streams.values() for e in s.export_definition.values())
             declared = f"{output.count(len(settings.streams), 'stream')}, {output.count(exports, 'export')}"

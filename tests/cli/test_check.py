@@ -93,11 +93,14 @@ def tls(cert: Path, key: Path) -> str:
     return f'{QUIET}\n[mqtt.tls]\ncert = "{cert}"\nkey = "{key}"\n'
 
 
-def test_a_good_configuration_is_ok_in_one_line(path: Path) -> None:
+def test_a_good_configuration_is_ok_and_says_what_its_streams_do(path: Path) -> None:
     path.write_text(QUIET + '[streams.a]\ntopics = ["a/#"]\n')
     done = streambridge("check", "-c", path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"{path}: ok (1 stream, 0 exports, 0 warnings)\n"
+    said, stream, verdict = done.stdout.splitlines()
+    assert said.startswith("with 10/s of 200B")
+    assert stream.startswith("  a: a power cut costs nothing; when full, ")
+    assert verdict == f"{path}: ok (1 stream, 0 exports, 0 warnings)"
     assert sorted(path.parent.iterdir()) == [path]  # nothing was made
 
 
@@ -218,7 +221,8 @@ def test_streams_that_do_not_fit_on_the_disk_are_a_warning(path: Path) -> None:
 
 def test_what_the_streams_hold_already_counts_as_room(path: Path, fill: Fill) -> None:
     fill([("a", b"x" * 1000)] * 5)
-    assert check(path, QUIET + "[streams.sensors]\n") == []
+    as_stored = '[streams.sensors]\nretention = "limits"\nflush_on_write = false\n'
+    assert check(path, QUIET + as_stored) == []
 
 
 def test_exports_are_checked_by_their_plugins_and_reported_with_the_keys_of_the_file(path: Path) -> None:
@@ -1001,6 +1005,6 @@ def test_it_says_of_each_stream_what_happens_when_it_is_full_and_on_a_day_withou
     assert "after 1h it loses its oldest messages" in said["short"]["outage"]
     text = streambridge("check", "-c", path, env=OFFLINE).stdout
     assert "with 10/s of 200B in each stream (--rate, --message):" in text
-    assert "  bare: when full, rejects new messages for good: " in text
+    assert "  bare: a power cut costs nothing; when full, rejects new messages for good: " in text
     assert "holds a day without the link" in text
     assert streambridge("check", "-c", path, "--rate", "fast").returncode == 2

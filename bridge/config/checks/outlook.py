@@ -1,4 +1,4 @@
-"""What happens to each declared stream when it is full, and when its exports deliver nothing for a day.
+"""What happens to each declared stream at a power cut, when full, and when nothing is delivered for a day.
 
 The rate and the size of the messages are the operator's guess. The size of a stream is computed from the file
 format, with each message in a frame of its own, as at low rates.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from bridge.model import Limits, MessageStreamDefinition, StrategyOnFull
+from bridge.model import Limits, MessageStreamDefinition, StrategyOnFull, power_cut
 from bridge.streams.segment import FRAME, RECORD_OVERHEAD
 from bridge.units import format_duration, format_size
 
@@ -17,7 +17,7 @@ TOPIC = 32  # bytes
 
 
 class Outlook(Struct, frozen=True, rename="camel"):
-    """One stream. Without exports, nothing is said of an outage.
+    """One stream, in words. Without exports, nothing is said of an outage.
 
     `lasts` is the number of seconds after which it drops or rejects messages while nothing is delivered.
     """
@@ -25,11 +25,15 @@ class Outlook(Struct, frozen=True, rename="camel"):
     name: str
     when_full: str
     outage: str
+    power_cut: str
     lasts: int
 
 
-def outlook(stream: MessageStreamDefinition, rate: float, size: int) -> Outlook:
-    """Return the outlook of a stream at `rate` messages per second of `size` bytes."""
+def outlook(stream: MessageStreamDefinition, rate: float, size: int, sync_interval: int) -> Outlook:
+    """Return the outlook of a stream at `rate` messages per second of `size` bytes.
+
+    `sync_interval` is the gateway's, in ms.
+    """
     raws = [raw for configs in stream.export_definition.values() for raw in configs]
     exports = [str(raw.get("identifier")) for raw in raws if not raw.get("disabled")]
     limits, stored = stream.limits or Limits(), size + TOPIC + RECORD_OVERHEAD + FRAME.size
@@ -58,4 +62,4 @@ def outlook(stream: MessageStreamDefinition, rate: float, size: int) -> Outlook:
         outage = f"without the link, after {format_duration(int(lasts * 1000))} it {then}"
         if needed > stream.max_size:
             outage += f'; a day takes max_size = "{format_size(needed).replace(" ", "")}"'
-    return Outlook(stream.name, full, outage, int(lasts))
+    return Outlook(stream.name, full, outage, power_cut(stream, sync_interval), int(lasts))
