@@ -57,8 +57,8 @@ def check(
 
     Reports every mistake in the configuration, and problems with ports, directories, disk space, memory,
     plugins, certificates, secrets and credentials, each with its position and what to do. The exit code is 0
-    if there are only warnings. Also says what each stream does at a power cut, when it is full, and on a day without the
-    link at --rate.
+    if there are only warnings. Also says what each stream does at a power cut, when it is full, and on a day
+    without the link at --rate.
     """
     from bridge.config.checks import examine
     from bridge.config.checks.outlook import outlook
