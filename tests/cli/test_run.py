@@ -159,7 +159,7 @@ def test_each_reload_logs_its_own_result_at_once_and_what_it_did_not_apply(
         (
             '[gateway]\nid = "other"\n[mqtt]\nusers_file = "nowhere"\n[streams.wrong]\ntopics = ["a/#/b"]\n',
             r"warning bridge msg=\"reloaded, except: gateway\.id, "
-            r"listeners, users, rules and certificates of \[mqtt\], streams\.wrong; see the lines above",
+            r"listeners and certificates of \[mqtt\], mqtt\.users_file, streams\.wrong; see the lines above",
         ),
     ):
         more.write_text(text)

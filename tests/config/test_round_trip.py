@@ -198,6 +198,11 @@ def test_every_definition_survives_the_configuration_a_request_and_the_command(
     }
     refused = {("consumer", "priority"), ("consumer", "reduce")}
     refused |= {(kind, "topics") for kind, one in REGISTRY.exporters.items() if one.limits.contiguous}
+    refused |= {
+        (kind, "withheld")
+        for kind, one in REGISTRY.exporters.items()
+        if one.limits.contiguous and not one.limits.declares_filtered
+    }
     assert every - covered - refused == set()
     settings = {field.name for field in msgspec.structs.fields(MessageStreamDefinition)}
     assert len({key for kind, key in covered if not kind}) == len(settings - {*NOT_SETTINGS})
