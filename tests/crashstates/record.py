@@ -275,6 +275,7 @@ segment_size = 4096
 max_size = 65536
 [streams.written]
 topics = ["written/#"]
+flush_on_write = false
 segment_size = 2048
 max_size = 65536
 """
@@ -291,6 +292,7 @@ max_size = 65536
 limits = {{ max_messages = {LIMIT} }}
 [streams.over]
 topics = ["over/#"]
+flush_on_write = false
 segment_size = 1024
 max_size = 4096
 strategy_on_full = "OverwriteOldestData"

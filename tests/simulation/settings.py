@@ -60,6 +60,7 @@ listen = ""
 [greengrass]
 listen = ""
 [streams.safe]
+retention = "limits"
 topics = ["safe/#"]
 flush_on_write = true
 {sealed}{small}
@@ -67,16 +68,21 @@ flush_on_write = true
 identifier = "lake"
 {s3}{starts.get("safe", "")}
 [streams.plain]
+retention = "limits"
+flush_on_write = false
 topics = ["plain/#"]
 {small}
 [[streams.plain.export.s3]]
 identifier = "lake"
 {s3}{starts.get("plain", "")}{topics.get("plain", "")}
 [streams.both]
+retention = "limits"
 topics = ["safe/both/#", "plain/both/#", "both/#"]
 flush_on_write = {"true" if plan.seed % 2 else "false"}
 {sealed}{small}
 [streams.ring]
+retention = "limits"
+flush_on_write = false
 topics = ["ring/#"]
 {small}
 limits = {{ max_messages = {world.ring} }}
@@ -84,6 +90,8 @@ limits = {{ max_messages = {world.ring} }}
 identifier = "lake"
 {s3}{starts.get("ring", "")}{topics.get("ring", "")}
 [streams.memory]
+retention = "limits"
+flush_on_write = false
 topics = ["memory/#"]
 persistence = "Memory"
 [streams.kin]
@@ -94,6 +102,8 @@ max_size = {world.kin_size}
 segment_size = {KIN_SEGMENT}
 {sealed}{_sink(world)}{starts.get("kin", "")}
 [streams.aged]
+retention = "limits"
+flush_on_write = false
 topics = ["aged/#"]
 {'limits = { max_age = "4s" }' if plan.age < 60 else 'time_to_live = "60s"'}
 segment_size = 1024
@@ -108,13 +118,16 @@ identifier = "pool"
 ack_deadline_millis = {int(DEADLINE * 1000)}
 max_unacknowledged = 60
 {most}{starts.get("work", "")}[streams.fate]
+retention = "limits"
 flush_on_write = true
 [streams.few]
+retention = "limits"
 topics = ["few/#"]
 flush_on_write = true
 {small}
 limits = {{ max_messages_per_topic = {FEW}, max_bytes = {ROOM_OF_FEW} }}
 [streams.odd]
+retention = "limits"
 topics = ["odd/#"]
 flush_on_write = true
 {sealed}[[streams.odd.export.kinesis]]
@@ -125,6 +138,7 @@ dead_letter_stream = "dead"
 [[streams.odd.export.kinesis.reduce]]
 sample = {SAMPLE}
 [streams.late]
+retention = "limits"
 topics = ["late/#"]
 flush_on_write = true
 [[streams.late.export.s3]]
@@ -133,14 +147,17 @@ bucket = "landing"
 time_hint_millis = 3600000
 report_interval_millis = 500
 [streams.dead]
+retention = "limits"
 flush_on_write = true
 max_size = 2048
 segment_size = 1024
 [streams.exact]
+retention = "limits"
 flush_on_write = {"true" if plan.seed % 2 else "false"}
 {small}
 limits = {{ {number}, max_bytes = 3000, discard = "new" }}
 [streams.ids]
+retention = "limits"
 deduplication_window = "{plan.window}s"
 flush_on_write = {"false" if plan.seed % 3 else "true"}
 {small}

@@ -95,7 +95,7 @@ class Queued(Record, frozen=True, tag=5):
     id: PacketId = 0
     shared: list[tuple[int, str, int, bool, tuple[int, ...], str]] = []
     stream: str = ""
-    place: int = 0
+    place: Natural = 0
     digest: int = 0
 
 
@@ -237,9 +237,13 @@ def check(record: Any_) -> None:
     if isinstance(record, Subscribed):
         qos.append(record.subscription[1])
         sound = is_topic_filter(unshared(record.subscription[0]))
+    elif isinstance(record, Fed):
+        sound = is_topic_filter(unshared(record.filter))
     elif isinstance(record, Queued):
         qos += [one[1] for one in record.homes] + [one[2] for one in record.shared]
-    sound = sound and getattr(record, "upto", 0) <= END and all(map(math.isfinite, times))
+    elif isinstance(record, Marked):
+        sound = record.upto <= END
+    sound = sound and all(map(math.isfinite, times))
     if not (sound and set(qos) <= {0, 1, 2}):
         raise ValueError("a topic, a QoS, a number or a time that is none")
 
