@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         Refused,
         Retry,
         Stopped,
+        Unproven,
         send_split,
     )
     from bridge.plugin.auth import Accepted, AuthOptions, Denied, Login, Question
@@ -65,6 +66,7 @@ __all__ = [
     "SecretFile",
     "Stopped",
     "TransformState",
+    "Unproven",
     "hookimpl",
     "send_split",
 ]

@@ -24,7 +24,7 @@ from bridge import (
     Outcome,
     hookimpl,
 )
-from bridge.plugin.firehose import MAX_BYTES, MAX_RECORD, MAX_RECORDS, FirehoseSender
+from bridge.plugin.firehose import MAX_BYTES, MAX_RECORD, MAX_RECORDS, FirehoseSender, probe_stream
 from bridge.plugin.records import RecordEncoder
 
 PACKED = 10_000  # messages per batch if they are packed
@@ -73,6 +73,10 @@ class FirehoseExporter(Exporter):
         return Batching(
             records=base.records or (PACKED if config.pack_bytes else MAX_RECORDS), millis=base.millis
         )
+
+    @classmethod
+    def probe(cls, config: FirehoseConfig, context: Context) -> str:
+        return probe_stream(config, config.delivery_stream_name, context)
 
     def export(self, batch: Batch) -> Outcome:
         return self._sender.send(batch)

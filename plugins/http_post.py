@@ -46,7 +46,7 @@ from bridge import (
     send_split,
 )
 from bridge.deflate import gzip
-from bridge.plugin.aws import Body, cause, is_cut, is_unsent, retry_after
+from bridge.plugin.aws import Body, cause, is_cut, is_unsent, remedy, retry_after
 from bridge.plugin.records import JSON, TEXT, RecordEncoder
 
 NO_SUCH_ENCODING = 415
@@ -135,14 +135,18 @@ class HttpExporter(Exporter):
             if not _VALUE.fullmatch(value):
                 raise ValueError(f"headers: {name} has a line break, or characters that are not Latin-1")
 
+    @classmethod
+    def probe(cls, config: HttpConfig, context: Context) -> str:
+        exporter = cls(config, context)
+        try:
+            # No answer to HEAD says whether POST is taken; any says that the server is there.
+            status = exporter._send("HEAD", b"", exporter._authorized()).status_code
+        finally:
+            exporter.close()
+        return f"could connect; HEAD was answered {status}"
+
     def export(self, batch: Batch) -> Outcome:
-        headers = {**self._headers}
-        if self.config.bearer_token_file is not None:
-            try:
-                token = Path(self.config.bearer_token_file).read_text(encoding="utf-8").strip()
-            except OSError as error:
-                raise Retry(f"cannot read the bearer token: {error}") from error
-            headers["Authorization"] = f"Bearer {token}"
+        headers = self._authorized()
         bodies, rejected = self._encoder.encode(batch)
         sound = [n for n in range(len(bodies)) if n not in rejected]
         if self.config.export_format is ExportFormat.JSON_BATCHED:
@@ -177,21 +181,40 @@ class HttpExporter(Exporter):
     def close(self) -> None:
         self._session.close()
 
-    def _post(self, body: bytes, headers: dict[str, str]) -> None:
+    def _authorized(self) -> dict[str, str]:
+        """Return the headers, with the token as it is now. Raises Retry."""
+        headers = {**self._headers}
+        if self.config.bearer_token_file is not None:
+            try:
+                token = Path(self.config.bearer_token_file).read_text(encoding="utf-8").strip()
+            except OSError as error:
+                raise Retry(f"cannot read the bearer token: {error}") from error
+            headers["Authorization"] = f"Bearer {token}"
+        return headers
+
+    def _send(self, method: str, body: bytes, headers: dict[str, str]) -> Any:
+        """Send a request; return the response, with its content. Raises Retry."""
         from botocore.awsrequest import AWSRequest
         from botocore.exceptions import BotoCoreError
 
-        self.context.working()
-        if self.config.compression:
-            body = gzip(body)
-        request = AWSRequest("POST", self.config.uri, headers=headers, data=Body(body, self.context))
+        request = AWSRequest(method, self.config.uri, headers=headers, data=Body(body, self.context))
         try:
             response = self._session.send(request.prepare())
-            answer = response.content[:200]
+            response.content  # noqa: B018 - reads it
         except BotoCoreError as error:
             unsent = is_unsent(error)
             text = cause(error) + ("; see uri" if unsent else "")
+            if hint := remedy(error, "caFile of the export", "HTTPS_PROXY of the service's environment"):
+                text += f"; {hint}"
             raise Retry(text, unsent=unsent, cut=is_cut(error)) from error
+        return response
+
+    def _post(self, body: bytes, headers: dict[str, str]) -> None:
+        self.context.working()
+        if self.config.compression:
+            body = gzip(body)
+        response = self._send("POST", body, headers)
+        answer = response.content[:200]
         if not 200 <= response.status_code < 300:
             # The client that chose this server may read the reason, so it must not contain the response.
             reason = f"{self.config.uri} answered {response.status_code}"

@@ -23,7 +23,7 @@ from bridge import (
     Retry,
     hookimpl,
 )
-from bridge.plugin.firehose import MAX_BYTES, MAX_RECORD, FirehoseSender
+from bridge.plugin.firehose import MAX_BYTES, MAX_RECORD, FirehoseSender, probe_stream
 
 RETRY_AFTER = 300.0  # seconds
 
@@ -57,14 +57,24 @@ class IotAnalyticsExporter(Exporter):
         if target is not None:
             self._sender = FirehoseSender(config, target, context, delimiter=b"\n")
 
+    @classmethod
+    def probe(cls, config: IotAnalyticsConfig, context: Context) -> str:
+        if config.delivery_stream_name is None:
+            raise _retired(config)
+        return probe_stream(config, config.delivery_stream_name, context)
+
     def export(self, batch: Batch) -> Outcome:
         if self._sender is None:
-            raise Retry(
-                "AWS retired IoT Analytics on 2025-12-15; remove this export, or set deliveryStreamName "
-                f"to the Firehose delivery stream that replaces channel {self.config.iot_channel}",
-                after=RETRY_AFTER,
-            )
+            raise _retired(self.config)
         return self._sender.send(batch)
+
+
+def _retired(config: IotAnalyticsConfig) -> Retry:
+    return Retry(
+        "AWS retired IoT Analytics on 2025-12-15; remove this export, or set deliveryStreamName "
+        f"to the Firehose delivery stream that replaces channel {config.iot_channel}",
+        after=RETRY_AFTER,
+    )
 
 
 @hookimpl

@@ -44,7 +44,7 @@ from bridge import (
 )
 from bridge.deflate import gzip
 from bridge.model import MIB
-from bridge.plugin.aws import cause, failure, is_permanent, is_throttled, safe_code
+from bridge.plugin.aws import cause, failure, is_permanent, is_throttled, probe, safe_code
 from bridge.plugin.keys import KeyTemplate
 from bridge.plugin.records import JSON, RecordEncoder
 
@@ -102,6 +102,12 @@ class KinesisExporter(Exporter):
             raise ValueError(
                 "record: the template has a line break, and compression puts a message on a line"
             )
+
+    @classmethod
+    def probe(cls, config: KinesisConfig, context: Context) -> str:
+        name, client = config.kinesis_stream_name, context.client("kinesis", config)
+        probe(lambda: client.describe_stream_summary(StreamName=name), f"describing the stream {name}")
+        return f"could describe the stream {name}"
 
     def export(self, batch: Batch) -> Outcome:
         data, rejected = self._encoder.encode(batch, MAX_RECORD)

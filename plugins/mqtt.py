@@ -30,6 +30,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import secrets
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
@@ -52,6 +53,7 @@ from bridge import (
     Record,
     Retry,
     SecretFile,
+    Unproven,
     hookimpl,
 )
 from bridge.model import KIB, MAX_MILLIS
@@ -209,6 +211,21 @@ class MqttExporter(Exporter):
             if config.aws
             else batching
         )
+
+    @classmethod
+    def probe(cls, config: MqttConfig, context: Context) -> str:
+        # Another client id than that of the export: the broker would end its connection.
+        mine = msgspec.structs.replace(config, client_id=f"check-{secrets.token_hex(6)}")
+        exporter = cls(mine, context)
+        try:
+            exporter._connected()
+        except Retry as error:
+            if config.client_id or config.aws:
+                raise Unproven(f"with another client id than the export's: {error}") from error
+            raise
+        finally:
+            exporter.close()
+        return "could connect"
 
     def export(self, batch: Batch) -> Outcome:
         connection = self._connected()

@@ -63,7 +63,7 @@ from bridge.model import MAX_INT64, MAX_MILLIS, MIB
 from bridge.objectkeys import data_key, epoch_prefix, report_key
 from bridge.plugin.aws import failure
 from bridge.plugin.lineage import Lineage
-from bridge.plugin.objects import ObjectWriter
+from bridge.plugin.objects import ObjectWriter, probe_bucket
 from bridge.plugin.records import lines
 from bridge.plugin.reports import gateway_report
 
@@ -146,6 +146,10 @@ class S3Exporter(Exporter):
         if config.format == "parquet" and find_spec("pyarrow") is None:
             return "`format = \"parquet\"` needs pyarrow; `pip install 'streambridge[parquet]'`"
         return None
+
+    @classmethod
+    def probe(cls, config: S3Config, context: Context) -> str:
+        return probe_bucket(context.client("s3", config), config.bucket, config.prefix)
 
     @classmethod
     def batching(cls, config: S3Config) -> Batching:

@@ -38,7 +38,7 @@ from bridge import (
 )
 from bridge.deflate import gzip
 from bridge.model import MIB
-from bridge.plugin.objects import ObjectWriter
+from bridge.plugin.objects import ObjectWriter, probe_bucket
 from bridge.plugin.prefixes import MAX_KEY, ObjectName, parse, time_zone
 
 DIGEST = "messages-sha256"  # the key in an object's metadata
@@ -100,6 +100,10 @@ class S3DeliveryExporter(Exporter):
     def check(cls, config: S3DeliveryConfig) -> None:
         parse(config.prefix)
         time_zone(config.time_zone)
+
+    @classmethod
+    def probe(cls, config: S3DeliveryConfig, context: Context) -> str:
+        return probe_bucket(context.client("s3", config), config.bucket, config.prefix.partition("!{")[0])
 
     @classmethod
     def batching(cls, config: S3DeliveryConfig) -> Batching:

@@ -42,6 +42,7 @@ from bridge import (
     Outcome,
     Record,
     Retry,
+    Unproven,
     hookimpl,
 )
 from bridge.model import MIB, Name
@@ -130,6 +131,10 @@ class S3TaskExporter(Exporter):
         super().__init__(config, context)
         self._client = context.client("s3", config)
         self._upload = msgspec.msgpack.decode(context.state, type=Upload) if context.state else None
+
+    @classmethod
+    def probe(cls, config: S3TasksConfig, context: Context) -> str:
+        raise Unproven("each task names its bucket, so that there is none to try")
 
     def export(self, batch: Batch) -> Outcome:
         (record,) = batch.records

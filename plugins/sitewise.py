@@ -49,7 +49,7 @@ from bridge import (
     hookimpl,
     send_split,
 )
-from bridge.plugin.aws import cause, error_code, failure, is_invalid, safe_code
+from bridge.plugin.aws import cause, error_code, failure, is_invalid, probe, safe_code
 from bridge.plugin.keys import Message, NoValue, Template, as_text
 
 MAX_ENTRIES = 10
@@ -252,6 +252,12 @@ class SitewiseExporter(Exporter):
         for option in ("value", "value_type", "quality", "time"):
             if getattr(config, option) is not None:
                 raise ValueError(f"{option}: it needs propertyAlias; without that, messages are entries")
+
+    @classmethod
+    def probe(cls, config: SitewiseConfig, context: Context) -> str:
+        client = context.client("iotsitewise", config)
+        probe(lambda: client.list_asset_models(maxResults=1), "listing the asset models")
+        return "could list the asset models"
 
     def export(self, batch: Batch) -> Outcome:
         entries: dict[int, Entry] = {}

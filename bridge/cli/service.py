@@ -41,6 +41,7 @@ Examples:
   streambridge check -c config/streambridge.toml
   streambridge check --json | jq -r '.findings[].what'
   streambridge check --rate 50/s --message 1kB
+  streambridge check --connect
 """
 )
 def check(
@@ -52,15 +53,20 @@ def check(
     message: Annotated[
         str, typer.Option("--message", metavar="SIZE", help="The size of a message, such as 200B or 1kB.")
     ] = "200B",
+    connect: Annotated[
+        bool, typer.Option("--connect", help="Try every destination with a call that changes nothing.")
+    ] = False,
 ) -> None:
     """Check the configuration and this machine.
 
     Reports every mistake in the configuration, and problems with ports, directories, disk space, memory,
     plugins, certificates, secrets and credentials, each with its position and what to do. The exit code is 0
     if there are only warnings. Also says what each stream does at a power cut, when it is full, and on a day
-    without the link at --rate.
+    without the link at --rate. With --connect, tries the destination of every export, with its credentials,
+    and says what it could do; the exit code is 1 if one of them fails.
     """
     from bridge.config.checks import examine
+    from bridge.config.checks.connect import connect as try_destinations
     from bridge.config.checks.outlook import outlook
     from bridge.streams.store import running
 
@@ -78,8 +84,10 @@ def check(
     failed = any(finding.level == "error" for finding in findings)
     interval = settings.gateway.sync_interval
     streams = [outlook(stream, number, size, interval) for stream in settings.streams.values()]
+    tried = try_destinations(config, settings) if connect else []
     if as_json:
-        output.json({"ok": not failed, "findings": findings, "streams": streams})
+        more = {"destinations": tried} if connect else {}
+        output.json({"ok": not failed, "findings": findings, "streams": streams, **more})
     else:
         for finding in findings:
             output.echo(f": {finding.what}", title=finding.level)
@@ -89,11 +97,17 @@ def check(
             outage = f"; {stream.outage}" if stream.outage else ""
             costs = f"a power cut costs {stream.power_cut}"
             output.echo(f": {costs}; when full, {stream.when_full}{outage}", title=f"  {stream.name}")
+        for one in tried:
+            level = "error" if one.ok is False else "ok" if one.ok else "not known"
+            output.echo(f": export {one.export} of stream {one.stream} ({one.kind}): {one.what}", title=level)
         if not failed:
             exports = sum(len(e) for s in settings.streams.values() for e in s.export_definition.values())
             declared = f"{output.count(len(settings.streams), 'stream')}, {output.count(exports, 'export')}"
             output.echo(f"{config}: ok ({declared}, {output.count(len(findings), 'warning')})")
-    raise typer.Exit(output.ExitCode.CONFIG if failed else output.ExitCode.OK)
+    if failed:
+        raise typer.Exit(output.ExitCode.CONFIG)
+    unreached = any(one.ok is False for one in tried)
+    raise typer.Exit(output.ExitCode.FAILED if unreached else output.ExitCode.OK)
 
 
 app.command("install-service")(install_service)

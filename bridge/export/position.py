@@ -36,7 +36,7 @@ from bridge.plugin.api import BatchLimits, ExportConfig
 from bridge.printable import without_credentials
 from bridge.streams.layout import directory_name
 
-_ERROR_SIZE = 500
+_ERROR_SIZE = 800  # bytes: the call, the sentence of AWS, and what to do
 SYNC_INTERVAL = 5.0  # seconds
 LEAST_RESERVED, MOST_RESERVED = 16, 10_000
 

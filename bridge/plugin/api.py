@@ -175,6 +175,10 @@ class Stopped(Exception):  # noqa: N818 - named for what happens to the export
     """
 
 
+class Unproven(Exception):  # noqa: N818 - named for what is left open
+    """Raise this in `probe` if it cannot find out whether the destination takes messages, with the reason."""
+
+
 class Refused(Exception):  # noqa: N818 - named for what the destination did
     """Raise this in the `send` of `send_split` if the destination rejects the content of a request."""
 
@@ -423,6 +427,14 @@ class Exporter:
     def lacks(cls, config: Any) -> str | None:
         """Return what this machine lacks for a configuration, and the remedy, for `streambridge check`."""
         return None
+
+    @classmethod
+    def probe(cls, config: Any, context: Context) -> str:
+        """Try the destination with a call that changes nothing, for `streambridge check --connect`.
+
+        Returns what it could do. Raises Retry with what is wrong and what to do, or Unproven.
+        """
+        raise Unproven(f"exporters of the kind {cls.kind} cannot try their destination")
 
     def export(self, batch: Batch) -> Outcome:
         """Send the batch; return when the destination has answered for every record."""

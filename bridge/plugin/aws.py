@@ -30,8 +30,8 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct
 
-from bridge.plugin import metadata
-from bridge.plugin.api import Context, Retry
+from bridge.plugin import awserrors, metadata
+from bridge.plugin.api import Context, Retry, Unproven
 from bridge.plugin.link import UNLIMITED, Link
 from bridge.settingtypes import Endpoint
 
@@ -41,6 +41,7 @@ CONNECT_TIMEOUT = 20.0
 READ_TIMEOUT = 60.0
 MAX_RETRY_AFTER = 300.0  # seconds
 MAX_CAUSE = 300  # characters of an error message, in the log
+_TUNNEL = re.compile(r"Tunnel connection failed: (\d{3})")  # http.client: what a proxy answered
 _AMAZON = (".amazonaws.com", ".amazonaws.com.cn")
 
 # A request with one of these errors can never succeed unchanged. All other errors are retried: a futile
@@ -245,6 +246,7 @@ class _SessionCredentials:
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         self._ask, self._found = ask, None
+        self._identity = ""  # for messages: the access key and where it came from
         self._asking = threading.Lock()
 
     def get_frozen_credentials(self) -> Any:
@@ -256,14 +258,18 @@ class _SessionCredentials:
                 from botocore.exceptions import NoCredentialsError
 
                 raise NoCredentialsError
-            return found.get_frozen_credentials()
+            keys = found.get_frozen_credentials()
+            self._identity = f"the access key {keys.access_key} ({found.method})"
+            return keys
 
     def get_deferred_property(self, name: str) -> Callable[[], Any]:
         """Return a function that returns one of the keys, or the account's id."""
         return lambda: getattr(self.get_frozen_credentials(), name)
 
-    def check(self, parsed: Any, **_: Any) -> None:
-        """Drop the credentials if a response rejects them."""
+    def check(self, parsed: Any, model: Any = None, context: Any = None, **_: Any) -> None:
+        """Drop the credentials if a response rejects them, and say in an error what was asked for."""
+        if parsed.get("Error"):
+            parsed["Asked"] = awserrors.asked(model, context, self._identity)
         if parsed.get("Error", {}).get("Code") in _CREDENTIAL_ERRORS:
             self._found = None
 
@@ -379,7 +385,7 @@ def is_throttled(code: str) -> bool:
 
 
 def failure(error: BaseException, doing: str) -> Retry:
-    """Return the `Retry` for an error of boto3, with the action, the cause, and how long to wait.
+    """Return the `Retry` for an error of boto3: the action, the cause, the remedy, and how long to wait.
 
     If there was no connection, the action is left out.
     """
@@ -395,7 +401,37 @@ def failure(error: BaseException, doing: str) -> Retry:
         text = f"{doing}: {text}"
     elif is_unsent(error) and not server.partition(":")[0].endswith(_AMAZON):
         text += "; see endpoint_url"
+    if hint := remedy(error):
+        text += f"; {hint}"
     return Retry(text, after=after, unsent=is_unsent(error), cut=is_cut(error))
+
+
+def remedy(
+    error: BaseException,
+    ca: str = "AWS_CA_BUNDLE of the service's environment, or `ca_bundle` of the AWS config file",
+    proxy: str = "`proxies` of [aws], or HTTPS_PROXY of the service's environment",
+) -> str:
+    """Return what to do about an error; empty if that is not known. `ca` and `proxy` name the options."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        return awserrors.remedy(error_code(error), response)
+    return awserrors.remedy_of(error, ca, proxy)
+
+
+def probe(call: Callable[[], Any], doing: str) -> None:
+    """Make a call that changes nothing, for `Exporter.probe`. Raises Retry, or Unproven if it is denied.
+
+    An export does not need the right to it.
+    """
+    try:
+        call()
+    except Exception as error:
+        retry = failure(error, doing)
+        if error_code(error) in awserrors.DENIED:
+            raise Unproven(
+                f"the destination answers; whether it may be written to is not known: {retry}"
+            ) from error
+        raise retry from error
 
 
 def retry_after(header: str) -> float | None:
@@ -421,7 +457,7 @@ def safe_code(code: str) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """Describe an error in botocore's words, never in those of the response.
+    """Describe an error in botocore's words, and those of the response only for AWS's known codes.
 
     The client that defined the export can read this text, and may have chosen the server that responds.
     """
@@ -436,7 +472,10 @@ def cause(error: BaseException) -> str:
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     operation = getattr(error, "operation_name", "the request")
     log.info("%s was answered: %s", operation, str(error)[:MAX_CAUSE])
-    return f"{operation} was answered {status} {code or 'without an error code'}"
+    text = f"{operation} {awserrors.as_whom(response)}".rstrip()
+    text += f" was answered {status} {code or 'without an error code'}"
+    said = awserrors.sentence(code, response)
+    return f"{text}: {said}" if said else text
 
 
 def _server(error: BaseException) -> str:
@@ -487,6 +526,8 @@ def _system_cause(error: BaseException | None) -> str:
             return one.verify_message
         if isinstance(one, OSError) and one.strerror:
             return one.strerror[:1].lower() + one.strerror[1:]
+        if isinstance(one, OSError) and (found := _TUNNEL.search(str(one))):
+            return f"it answered {found[1]}"
     return ""
 
 

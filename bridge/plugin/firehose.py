@@ -13,10 +13,18 @@ from __future__ import annotations
 
 from bridge.model import MIB
 from bridge.plugin.api import AwsBatchedConfig, Batch, Context, Outcome, Retry
-from bridge.plugin.aws import failure, is_throttled, safe_code
+from bridge.plugin.aws import failure, is_throttled, probe, safe_code
 from bridge.plugin.records import RecordEncoder
 
 MAX_RECORDS, MAX_BYTES, MAX_RECORD = 500, 4 * MIB, 1000 * 1024
+
+
+def probe_stream(config: AwsBatchedConfig, name: str, context: Context) -> str:
+    """Describe a delivery stream; for `Exporter.probe`."""
+    client = context.client("firehose", config)
+    doing = f"describing the delivery stream {name}"
+    probe(lambda: client.describe_delivery_stream(DeliveryStreamName=name, Limit=1), doing)
+    return f"could describe the delivery stream {name}"
 
 
 class FirehoseSender:

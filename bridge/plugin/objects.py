@@ -14,12 +14,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from bridge.plugin.api import Context, Stopped
-from bridge.plugin.aws import Body, error_code, failure
+from bridge.plugin.aws import Body, error_code, failure, probe
 
 ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
 EXISTS = frozenset({"412", "PreconditionFailed"})
 NOT_SUPPORTED = frozenset({"501", "NotImplemented"})
 _ETAG = re.compile(r"[0-9A-Za-z-]{1,100}")
+
+
+def probe_bucket(client: Any, bucket: str, prefix: str) -> str:
+    """List at most one object; for `Exporter.probe`."""
+    url = f"s3://{bucket}/{prefix}"
+    probe(lambda: client.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=1), f"listing {url}")
+    return f"could list {url}"
 
 
 class ObjectWriter:
