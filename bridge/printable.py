@@ -38,6 +38,37 @@ def without_credentials(text: str) -> str:
     return _URL.sub(_cut, text) if "://" in text or "url: /" in text else text
 
 
+MASK = "***"
+_WHOLE_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)(\S+)")
+_PARAMETER = re.compile(r"(?<=[?&;])([^=&;#]*=)?[^&;#]*")
+
+
+def masked(text: str) -> str:
+    """A text that is a URL with `***` for the user and password, the values of its query, and its fragment.
+
+    Other texts are returned as they are. Unlike `without_credentials`, it shows that there is a secret.
+    """
+    found = _WHOLE_URL.fullmatch(text)
+    if not found:
+        return text
+    start, rest = found.groups()
+    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    after = rest[len(authority) :]
+    _, at, host = authority.rpartition("@")
+    path, mark, query = after.partition("#")[0].partition("?")
+    if "@" in path or ("@" in after and not _HOST.fullmatch(host)):
+        return f"{start}{MASK}"  # perhaps a password with `/`, `?` or `#`: no valid URL, but a password
+    query = _PARAMETER.sub(lambda one: f"{one[1] or ''}{MASK}", mark + query) if query else mark
+    fragment = f"#{MASK}" if "#" in after else ""
+    return f"{start}{MASK + at if at else ''}{host}{path}{query}{fragment}"
+
+
+def is_masked(text: str) -> bool:
+    """Whether a text is a URL with `***` where `masked` puts it."""
+    plain = text.replace(MASK, "x")
+    return MASK in text and (masked(plain) == text or text.endswith(f"://{MASK}"))
+
+
 def _cut(found: re.Match[str]) -> str:
     start, rest = found.groups()
     url = rest.rstrip(_PUNCTUATION)

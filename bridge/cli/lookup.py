@@ -14,6 +14,7 @@ from bridge.consumers import consumer
 from bridge.errors import CorruptData, StreamNotFound
 from bridge.export.cursor import stored_status
 from bridge.model import ExportStatus, MessageStreamDefinition, encryption_status, with_pauses
+from bridge.operations.definitions import without_secrets
 from bridge.plugin.consumer import KIND
 from bridge.streams.drops import DropLog
 from bridge.streams.layout import Files
@@ -76,7 +77,7 @@ def describe_stream(
     """
     directory = _files(data_dir, meta)
     definition = msgspec.json.decode(meta.definition, type=MessageStreamDefinition)
-    wire = msgspec.to_builtins(definition)
+    wire = msgspec.to_builtins(without_secrets(definition))
     wire["strategyOnFull"] = definition.strategy_on_full.name
     wire["persistence"] = definition.persistence.name
     contents = _contents(directory, wanted=definition.encryption)

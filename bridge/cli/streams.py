@@ -41,6 +41,7 @@ from bridge.config.render import stream_table
 from bridge.config.settings import DEFAULT_CONFIG
 from bridge.errors import StreamNotFound
 from bridge.model import MAX_INT64, MessageStreamDefinition, power_cut
+from bridge.operations.definitions import without_secrets
 from bridge.streams.reader import StreamMeta, StreamReader, first_since, list_damaged, list_streams
 from bridge.streams.segment import StreamMessage
 from bridge.units import format_duration, format_size, parse_time
@@ -144,7 +145,8 @@ def describe(
     directory = data_directory(config, data_dir)
     meta = find(directory, name)
     if as_toml:
-        for line in stream_table(_definition(meta), plugins(config, data_dir).exporters).splitlines():
+        shown = without_secrets(_definition(meta))
+        for line in stream_table(shown, plugins(config, data_dir).exporters).splitlines():
             output.echo(line)
         return
     info = describe_stream(directory, meta, statuses(directory, name))

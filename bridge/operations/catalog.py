@@ -71,6 +71,7 @@ from bridge.operations.allow import check_allowed
 from bridge.operations.bounds import Bounds, owner_of
 from bridge.operations.bounds import check as check_bounds
 from bridge.operations.changes import Change, refused
+from bridge.operations.definitions import with_secrets
 from bridge.operations.reading import MOST_BYTES, ReadMessagesOptions, Turn
 from bridge.plugin.allow import Allow
 from bridge.plugin.api import appends_to
@@ -539,7 +540,7 @@ def checked(
 ) -> MessageStreamDefinition:
     """Return a valid definition that the caller may define. Raises InvalidDefinition or Unauthorized."""
     caller, manager = call.caller, call.manager
-    definition = manager.check(raw)
+    definition = with_secrets(manager.check(raw), old)
     if old is not None:  # otherwise a caller could remove a topic and then read its stored messages
         _ensure_nothing_denied(caller, old.name, manager)
     for topic_filter in definition.topics:

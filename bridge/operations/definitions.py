@@ -21,6 +21,7 @@ from bridge.model import (
 )
 from bridge.operations.validate import mistakes
 from bridge.plugin.discovery import Registry
+from bridge.printable import MASK, is_masked, masked
 from bridge.streams.meta import MessageLimits, StorageSettings
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,50 @@ def checked(raw: Mapping[str, Any] | MessageStreamDefinition, registry: Registry
     exports = definition.export_definition
     registry.check(exports)
     return msgspec.structs.replace(definition, export_definition=registry.numbered(exports))
+
+
+def without_secrets(definition: MessageStreamDefinition) -> MessageStreamDefinition:
+    """The definition as it is shown: the URLs of its exports are `masked`."""
+
+    def shown(raw: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: masked(value) if isinstance(value, str) else value for key, value in raw.items()}
+
+    exports = {kind: [shown(raw) for raw in raws] for kind, raws in definition.export_definition.items()}
+    return msgspec.structs.replace(definition, export_definition=exports)
+
+
+def with_secrets(
+    new: MessageStreamDefinition, old: MessageStreamDefinition | None
+) -> MessageStreamDefinition:
+    """A client's definition, with the stored URL wherever the client sends back its mask.
+
+    Raises InvalidDefinition for a mask of another URL: it would be stored, and the secret be lost.
+    """
+    known = {
+        (kind, raw.get("identifier"), key): value
+        for kind, raws in (old.export_definition if old is not None else {}).items()
+        for raw in raws
+        for key, value in raw.items()
+    }
+
+    def secret(kind: str, number: int, raw: Mapping[str, Any], key: str) -> Any:
+        value = raw[key]
+        if not isinstance(value, str) or not is_masked(value):
+            return value
+        before = known.get((kind, raw.get("identifier"), key))
+        if isinstance(before, str) and masked(before) == value:
+            return before
+        raise InvalidDefinition(
+            ("exportDefinition", kind, number, key),
+            f"`{MASK}` stands for a secret that is not stored under this identifier and URL",
+            "write the secret itself",
+        )
+
+    exports = {
+        kind: [{key: secret(kind, number, raw, key) for key in raw} for number, raw in enumerate(raws)]
+        for kind, raws in new.export_definition.items()
+    }
+    return msgspec.structs.replace(new, export_definition=exports)
 
 
 def stored(name: str, definition: bytes | None) -> MessageStreamDefinition:

@@ -49,7 +49,7 @@ from bridge.model import (
     with_pauses,
 )
 from bridge.operations.bindings import STREAM_TOPICS, Bindings, Refusal
-from bridge.operations.definitions import checked, settings_of, stored
+from bridge.operations.definitions import checked, settings_of, stored, without_secrets
 from bridge.operations.reading import (
     MOST_BYTES,
     SLICE_BYTES,
@@ -420,7 +420,7 @@ class StreamManager:
         with suppress(StreamError):  # the disk fails; everything else is known
             topics = stream.count_topics()
         return MessageStreamInfo(
-            definition=self.definitions[name],
+            definition=without_secrets(self.definitions[name]),
             storage_status=StorageStatus(
                 oldest_sequence_number=stream.oldest,
                 newest_sequence_number=stream.next_sequence - 1,

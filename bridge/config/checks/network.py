@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import ssl
 from collections.abc import Iterator, Sequence
@@ -13,11 +14,12 @@ from bridge.access.accounts import Account
 from bridge.access.rules import FILTERS, Rights
 from bridge.config.checks.context import CheckContext, Finding, existing
 from bridge.config.tomlfile import Keys
-from bridge.config.tomlstruct import dotted
+from bridge.config.tomlstruct import dotted, snake
 from bridge.mqtt.settings import parse_address
 from bridge.net.addresses import host_and_port, is_loopback, parse_network
 from bridge.net.listening import place, refusal
 from bridge.net.peer import uid_of
+from bridge.printable import masked
 from bridge.streams.store import is_running
 
 Wanted = tuple[Keys, str, int]
@@ -178,6 +180,24 @@ def destinations(context: CheckContext) -> Iterator[Finding]:
                 yield context.error(keys, f"{host}:{port} {why}; write {scheme}://, or use the other port")
 
 
+def secrets_in_urls(context: CheckContext) -> Iterator[Finding]:
+    """Report exports with a password or a token in a URL, which is stored with the stream."""
+    for stream in context.config.streams.values():
+        for kind, items in stream.export_definition.items():
+            for number, raw in enumerate(items):
+                for name, value in raw.items():
+                    if isinstance(value, str) and masked(value) != value and _SECRET.search(masked(value)):
+                        yield context.warning(
+                            ("streams", stream.name, "export", kind, number, snake(name)),
+                            "a secret in the URL is stored in the stream's definition, unencrypted; use an "
+                            "option that names a file, such as bearer_token_file",
+                        )
+
+
+# In a masked URL: a user or password, a parameter without a name, or one whose name tells.
+_SECRET = re.compile(
+    r"://\*\*\*|[?&;]\*\*\*|[?&;][^=&;]*(token|key|secret|pass|pwd|sig|auth|cred|code)[^=&;]*=", re.IGNORECASE
+)
 _PORTS = {"mqtt": 1883, "mqtts": 8883, "http": 80, "https": 443}
 _CONNECT = b"\x10\x0c\x00\x04MQTT\x04\x02\x00\x3c\x00\x00"  # MQTT 3.1.1, a clean session, no client id
 _HEAD = b"HEAD / HTTP/1.0\r\n\r\n"
