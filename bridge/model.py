@@ -20,7 +20,6 @@ import msgspec
 from msgspec import Meta, Struct
 
 from bridge.settingtypes import Bytes, Millis
-from bridge.units import format_duration
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -156,21 +155,6 @@ def changed_defaults(
         meaning = "a message is acknowledged when it is on the disk, and a power cut takes none"
         found.append(("flush_on_write", "false", "true", meaning))
     return found
-
-
-NOTHING = "nothing"
-
-
-def power_cut(definition: MessageStreamDefinition, sync_interval: int | None) -> str:
-    """What a power cut may cost of a stream, for people: "nothing", "the last 1s", "all messages".
-
-    `sync_interval` is the gateway's, in ms, if it is known.
-    """
-    if definition.persistence is Persistence.Memory:
-        return "all messages"
-    if definition.flush_on_write:
-        return NOTHING
-    return "the last sync_interval" if sync_interval is None else f"the last {format_duration(sync_interval)}"
 
 
 class EncryptionStatus(Struct, rename="camel", kw_only=True, frozen=True):

@@ -40,8 +40,8 @@ from bridge.cli.options import (
 from bridge.config.render import stream_table
 from bridge.config.settings import DEFAULT_CONFIG
 from bridge.errors import StreamNotFound
-from bridge.model import MAX_INT64, MessageStreamDefinition, power_cut
-from bridge.operations.definitions import without_secrets
+from bridge.model import MAX_INT64, MessageStreamDefinition
+from bridge.operations.definitions import power_cut, without_secrets
 from bridge.streams.reader import StreamMeta, StreamReader, first_since, list_damaged, list_streams
 from bridge.streams.segment import StreamMessage
 from bridge.units import format_duration, format_size, parse_time

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from bridge.model import NOTHING, MessageStreamDefinition, StrategyOnFull, power_cut
+from bridge.model import MessageStreamDefinition, StrategyOnFull
+from bridge.operations.definitions import NOTHING, power_cut
 from bridge.streams import drops
 from bridge.streams.drops import DropReason
 from bridge.streams.stream import Stream

@@ -23,6 +23,7 @@ from bridge.operations.validate import mistakes
 from bridge.plugin.discovery import Registry
 from bridge.printable import MASK, is_masked, masked
 from bridge.streams.meta import MessageLimits, StorageSettings
+from bridge.units import format_duration
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +123,21 @@ def settings_of(definition: MessageStreamDefinition) -> StorageSettings:
         limits=MessageLimits() if limits is None else _message_limits(limits),
         encryption=definition.encryption,
     )
+
+
+NOTHING = "nothing"
+
+
+def power_cut(definition: MessageStreamDefinition, sync_interval: int | None) -> str:
+    """What a power cut may cost of a stream, for people: "nothing", "the last 1s", "all messages".
+
+    `sync_interval` is the gateway's, in ms, if it is known.
+    """
+    if definition.persistence is Persistence.Memory:
+        return "all messages"
+    if definition.flush_on_write:
+        return NOTHING
+    return "the last sync_interval" if sync_interval is None else f"the last {format_duration(sync_interval)}"
 
 
 def _message_limits(limits: Limits) -> MessageLimits:

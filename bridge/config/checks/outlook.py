@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from bridge.model import Limits, MessageStreamDefinition, StrategyOnFull, power_cut
+from bridge.model import Limits, MessageStreamDefinition, StrategyOnFull
+from bridge.operations.definitions import power_cut
 from bridge.streams.segment import FRAME, RECORD_OVERHEAD
 from bridge.units import format_duration, format_size
 
