@@ -74,6 +74,7 @@ __all__ = [
 FOR_PLUGINS = (
     "bridge.plugin.aws",
     "bridge.deflate",
+    "bridge.extras",
     "bridge.plugin.firehose",
     "bridge.plugin.reports",
     "bridge.plugin.keys",

@@ -57,6 +57,7 @@ from typing import Any, NamedTuple
 from bridge import durable
 from bridge.deflate import crc32
 from bridge.errors import CorruptData, EncryptionKeyError
+from bridge.extras import how_to_install
 from bridge.readable import read_regular, unreadable
 
 DIRECTORY = "keys"
@@ -74,7 +75,6 @@ CREDENTIALS = "/run/credentials"  # of all units
 OWN_CREDENTIALS = f"{CREDENTIALS}/streambridge.service"  # of the installed service
 CREDENTIAL_SOURCES = "/etc/credstore"
 _CACHED = 256  # data keys; making one takes some microseconds
-INSTALL = "install it with `pip install 'streambridge[encryption]'`"
 RESTORE = "restore it, since encrypted data is stored here. Nothing was changed"
 CREATE = "create it with `streambridge keys new {path}`"
 
@@ -154,7 +154,9 @@ def _cipher(key: bytes) -> Any:
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError:
-        raise EncryptionKeyError(f"encryption needs the package cryptography; {INSTALL}") from None
+        raise EncryptionKeyError(
+            f"encryption needs the package cryptography; install it with `{how_to_install('encryption')}`"
+        ) from None
     return AESGCM(key)
 
 

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 from msgspec import field
 
 from bridge import Accepted, AuthOptions, Denied, Login, hookimpl
+from bridge.extras import how_to_install
 
 SAFE = {
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "ES256K", "EdDSA",
@@ -74,7 +75,7 @@ class Options(AuthOptions, frozen=True, kw_only=True, forbid_unknown_fields=True
     def mistakes(self) -> list[str]:
         """Return mistakes: a missing library, or a file without keys."""
         if importlib.util.find_spec("jwt") is None:
-            return ["`jwks_file`: PyJWT is missing; pip install 'streambridge[jwt]'"]
+            return [f"`jwks_file`: PyJWT is missing; {how_to_install('jwt')}"]
         try:
             _keys(self.jwks_file, self.algorithms)
         except OSError as error:

@@ -58,6 +58,7 @@ from bridge import (
     hookimpl,
 )
 from bridge.deflate import compressor
+from bridge.extras import how_to_install
 from bridge.filtered import PARQUET_KEY, declaration, with_extra
 from bridge.model import MAX_INT64, MAX_MILLIS, MIB
 from bridge.objectkeys import data_key, epoch_prefix, report_key
@@ -144,7 +145,7 @@ class S3Exporter(Exporter):
     @classmethod
     def lacks(cls, config: S3Config) -> str | None:
         if config.format == "parquet" and find_spec("pyarrow") is None:
-            return "`format = \"parquet\"` needs pyarrow; `pip install 'streambridge[parquet]'`"
+            return f'`format = "parquet"` needs pyarrow; `{how_to_install("parquet")}`'
         return None
 
     @classmethod

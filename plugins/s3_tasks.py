@@ -6,15 +6,16 @@ uploaded in parts, and an interrupted upload resumes after its last part, even a
 attempt stores the key, the upload's id, and the size and time of the file durably, so that all attempts are
 the same upload.
 
-Each task ends with one status message: Success; Failure for a task that can never succeed (no such file, a
-FIFO or a device, no such bucket, an invalid definition), and then the next task runs; Canceled if the export
-or its stream is deleted, or if the task is dropped from the stream before it is done: expired, overwritten
-or purged. If an export or a stream is deleted, at most the first 1,000 of its pending tasks are reported,
-and none if the export is disabled or the export worker is not running. A multipart upload in progress is
-aborted, except that of a disabled export. A status message contains the task's definition if it can be read,
-which is not the case for an invalid S3ExportTaskDefinition or a dropped task. Errors of the network,
-throttling, missing rights and credentials are retried, and the task stays InProgress. If the status stream
-is missing or full, the status message is lost, but never the task.
+A task begins with the status InProgress, at the level DEBUG. It ends with one status message: Success;
+Failure for a task that can never succeed (no such file, a FIFO or a device, no such bucket, an invalid
+definition), and then the next task runs; Canceled if the export or its stream is deleted, or if the task is
+dropped from the stream before it is done: expired, overwritten or purged. If an export or a stream is
+deleted, at most the first 1,000 of its pending tasks are reported, and none if the export is disabled or the
+export worker is not running. A multipart upload in progress is aborted, except that of a disabled export. A
+status message contains the task's definition if it can be read, which is not the case for an invalid
+S3ExportTaskDefinition or a dropped task. Errors of the network, throttling, missing rights and credentials
+are retried, and the task stays InProgress. If the status stream is missing or full, the status message is
+lost, but never the task.
 """
 
 from __future__ import annotations
@@ -80,10 +81,12 @@ class TaskStatus(IntEnum):
     Canceled = 4
 
 
+# AWS's samples for Java and JavaScript, and its own test component (aws-greengrass-testing), ask for INFO and
+# read the oldest status message until it is a final one. So at INFO the first message of a task is its last.
 LEVELS = {
     TaskStatus.Success: StatusLevel.INFO,
     TaskStatus.Failure: StatusLevel.ERROR,
-    TaskStatus.InProgress: StatusLevel.INFO,
+    TaskStatus.InProgress: StatusLevel.DEBUG,
     TaskStatus.Warning: StatusLevel.WARN,
     TaskStatus.Canceled: StatusLevel.WARN,
 }

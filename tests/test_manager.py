@@ -249,7 +249,7 @@ def test_a_size_below_what_is_stored_takes_effect_at_once_and_loses_nothing_that
             small = {"maxSize": 8192, "streamSegmentSize": 1024}
             manager.update(definition(**small))
             assert (stream.oldest, stream.live_messages()) == (0, 30), "it rejects: nothing stored goes"
-            with pytest.raises(StreamFull, match="maxSize 8192"):
+            with pytest.raises(StreamFull, match="max_size 8192"):
                 await manager.append("s", b"x")
             manager.update(definition(**small, retention="exported"))
             assert stream.oldest == 0

@@ -15,6 +15,7 @@ import sys
 from typing import IO, TYPE_CHECKING
 
 from bridge.errors import StreamBridgeError
+from bridge.extras import how_to_install
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -32,7 +33,7 @@ class SiteBroker:
         if importlib.util.find_spec("amqtt") is None:
             raise StreamBridgeError(
                 "the site broker of `demo --bridge` is amqtt, which is not installed; "
-                "install it with: pip install 'streambridge[amqtt]'; in a checkout: pip install '.[amqtt]'"
+                f"install it with: {how_to_install('amqtt')}"
             )
         self._process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM],

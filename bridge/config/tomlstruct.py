@@ -16,7 +16,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -84,13 +84,14 @@ class Reader:
         found = sorted(self.problems, key=lambda one: self.document.order(one.position))
         return "\n".join(map(str, found))
 
-    def unknown(self, keys: Keys, known: Iterable[str]) -> None:
-        """Report an unknown key, with the most similar known one."""
+    def unknown(self, keys: Keys, known: Iterable[str], inside: Sequence[str] = ()) -> None:
+        """Report an unknown key, with those of this name `inside` tables, or the most similar known one."""
         *_, key = keys
         known = sorted(known)
         wanted = str(key).lower().replace("-", "_")[:80]
         near = difflib.get_close_matches(wanted, known, n=1) if len(self.problems) < HINTED else []
-        hint = f"did you mean `{near[0]}`?" if near else f"valid keys: {', '.join(known)}"
+        meant = inside or [f"`{one}`" for one in near]
+        hint = f"did you mean {' or '.join(meant)}?" if meant else f"valid keys: {', '.join(known)}"
         if near and not self._shown((*keys[:-1], near[0])):  # that one was meant
             self.broken.add((*keys[:-1], near[0]))
         self.problem(keys, f"unknown key; {hint}")
@@ -125,7 +126,15 @@ class Reader:
             if (*keys, key) in self._reported:
                 continue
             if field is None:
-                self.unknown((*keys, key), fields)
+                inside = [
+                    f"`{name}.{key}`"
+                    for name, one in fields.items()
+                    for part in (one.type, *typing.get_args(one.type))
+                    if isinstance(part, type) and issubclass(part, Struct) and key in keys_of(part, renamed)
+                ]
+                if key == "max_age" and "time_to_live" in fields:
+                    inside.append("`time_to_live` (whole segments)")
+                self.unknown((*keys, key), fields, inside)
             else:
                 before = len(self.problems)
                 value = self.value(field.type, raw, (*keys, key))

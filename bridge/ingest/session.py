@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
+from bridge.extras import how_to_install
 from bridge.ingest.errors import NotInstalled
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def require(*packages: str) -> None:
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     if absent:
         verb = "is" if len(absent) == 1 else "are"
-        raise NotInstalled(f"{', '.join(absent)} {verb} not installed: pip install 'streambridge[spark]'")
+        raise NotInstalled(f"{', '.join(absent)} {verb} not installed: {how_to_install('spark')}")
 
 
 def require_java(remote: str | None = None) -> None:

@@ -123,22 +123,23 @@ class MessageLimitPolicy:
         limits, stream = self._limits, self._stream
         if limits.max_message_size is not None and data > limits.max_message_size:
             raise MessageTooLarge(
-                f"stream {stream.name!r}: a message of {data} bytes is over maxMessageSize "
+                f"stream {stream.name!r}: a message of {data} bytes is over limits.max_message_size "
                 f"{limits.max_message_size}"
             )
         if limits.discard_new:
             if limits.max_bytes is not None and data > limits.max_bytes:
                 raise MessageTooLarge(
-                    f"stream {stream.name!r}: a message of {data} bytes is over maxBytes {limits.max_bytes}"
+                    f"stream {stream.name!r}: a message of {data} bytes is over limits.max_bytes "
+                    f"{limits.max_bytes}"
                 )
             if limits.max_messages is not None and stream.live_messages() + pending >= limits.max_messages:
-                self._reject(f"maxMessages {limits.max_messages}")
+                self._reject(f"limits.max_messages {limits.max_messages}")
             if limits.max_bytes is not None and self._live_bytes + self._admitted + data > limits.max_bytes:
-                self._reject(f"maxBytes {limits.max_bytes}")
+                self._reject(f"limits.max_bytes {limits.max_bytes}")
             if limits.max_messages_per_topic is not None:
                 number = len(self._topics.get(topic, ())) + self._admitted_topics.get(topic, 0)
                 if number >= limits.max_messages_per_topic:
-                    self._reject(f"maxMessagesPerTopic {limits.max_messages_per_topic}")
+                    self._reject(f"limits.max_messages_per_topic {limits.max_messages_per_topic}")
 
     def admitted(self, topic: bytes, data: int) -> None:
         """Count a checked message as pending."""

@@ -317,7 +317,7 @@ class Stream(Contents):
         if size + self._framing > settings.max_size:
             raise MessageTooLarge(
                 f"stream {self.name!r}: a message of {data} bytes is larger than the stream "
-                f"(maxSize {settings.max_size}); send smaller messages or raise maxSize"
+                f"(max_size {settings.max_size}); send smaller messages or raise max_size"
             )
         needed = self.queue.size + size + self._framing
         if settings.overwrite or self.log.total_bytes + needed <= settings.max_size:
@@ -328,14 +328,14 @@ class Stream(Contents):
             self._set_room()
         if self.log.total_bytes + needed > settings.max_size:
             raise StreamFull(
-                f"stream {self.name!r} is full: {self.log.total_bytes} of maxSize {settings.max_size} bytes "
+                f"stream {self.name!r} is full: {self.log.total_bytes} of max_size {settings.max_size} bytes "
                 f"are in use and it rejects new data; {self._remedy}"
             )
 
     @property
     def _remedy(self) -> str:
         """Return what frees space in a full stream that rejects new data."""
-        others = "raise maxSize, set a limit, or let it overwrite"
+        others = "raise max_size, set a limit, or let it overwrite"
         if not self.settings.free_exported:
             return f'set retention = "exported", which frees what its exports have delivered; or {others}'
         if self.exported_upto is None:

@@ -615,7 +615,7 @@ def test_parquet_without_pyarrow_is_an_error(path: Path, tmp_path: Path) -> None
     assert check(path, text, **KEYS) == []
     (line,) = check(path, text, **KEYS, PYTHONPATH=str(absent))
     assert line.startswith("error: x.toml:11: streams.a.export.s3[0]: `format = ")
-    assert line.endswith("needs pyarrow; `pip install 'streambridge[parquet]'`")
+    assert line.endswith(f"needs pyarrow; `pip install '{Path(__file__).parents[2]}[parquet]'`")
 
 
 @pytest.mark.parametrize(
@@ -1008,3 +1008,12 @@ def test_it_says_of_each_stream_what_happens_when_it_is_full_and_on_a_day_withou
     assert "  bare: a power cut costs nothing; when full, rejects new messages for good: " in text
     assert "holds a day without the link" in text
     assert streambridge("check", "-c", path, "--rate", "fast").returncode == 2
+
+
+def test_a_key_of_a_table_inside_is_suggested_where_it_was_written_outside(path: Path) -> None:
+    found = check(path, QUIET + '[streams.a]\nmax_age = "1d"\nmax_messages = 5\nmaxsize = 3\n')
+    assert [line.partition("did you mean ")[2] for line in found] == [
+        "`limits.max_age` or `time_to_live` (whole segments)?",
+        "`limits.max_messages`?",
+        "`max_size`?",
+    ]

@@ -34,7 +34,7 @@ def test_without_amqtt_the_error_of_the_demo_names_the_package_to_install(tmp_pa
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         "streambridge: the site broker of `demo --bridge` is amqtt, which is not installed; "
-        "install it with: pip install 'streambridge[amqtt]'; in a checkout: pip install '.[amqtt]'\n"
+        f"install it with: pip install '{Path(__file__).parents[2]}[amqtt]'\n"
     )
 
 

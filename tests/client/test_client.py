@@ -377,7 +377,7 @@ def test_what_an_append_of_many_has_stored_is_never_hidden(
 ) -> None:
     limits = Limits(max_messages=3, discard="new")
     client.create_message_stream(MessageStreamDefinition("S", **NEW, limits=limits))
-    with pytest.raises(StreamManagerException, match="maxMessages") as failed:
+    with pytest.raises(StreamManagerException, match="max_messages") as failed:
         client.append_messages("S", [b"%d" % number for number in range(5)])
     assert failed.value.sequence_numbers == [0, 1, 2]
     found = client.read_messages("S", ReadMessagesOptions(min_message_count=3))

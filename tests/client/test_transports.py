@@ -170,7 +170,7 @@ def test_what_the_stream_manager_protocol_lacks_is_refused_and_not_ignored(serve
 def test_many_messages_go_one_by_one_over_the_stream_manager_protocol(server: Server) -> None:
     server.stream("s", limits=Limits(max_messages=3, discard="new"))
     with StreamManagerClient(url(server)) as client:
-        with pytest.raises(StreamManagerException, match="maxMessages") as failed:
+        with pytest.raises(StreamManagerException, match="max_messages") as failed:
             client.append_messages("s", [b"%d" % number for number in range(5)])
         assert failed.value.sequence_numbers == [0, 1, 2]
         assert [info.definition.name for info in client.describe_message_streams()] == ["s"]

@@ -40,7 +40,7 @@ class Notes(Impatient):
         return self.clock
 
 
-def make(bucket: Bucket, context: Context, level: int = 2, url: str = "") -> Exporter:
+def make(bucket: Bucket, context: Context, level: int = 3, url: str = "") -> Exporter:
     status = {"statusLevel": level, "statusStreamName": "status"}
     config = {"identifier": "up", "endpointUrl": url or bucket.url, "statusConfig": status}
     return CLS(convert_config(CLS, config), context)
@@ -52,6 +52,15 @@ def task(bucket: Bucket, path: Path, key: str = "k", **more: Any) -> bytes:
 
 def statuses(context: Notes) -> list[int]:
     return [message["status"] for message in context.messages]
+
+
+def test_at_info_the_first_status_of_a_task_is_final_for_samples_that_read_the_oldest(
+    tmp_path: Path, bucket: Bucket
+) -> None:
+    path, context = tmp_path / "a.txt", Notes()
+    path.write_bytes(b"content")
+    deliver(make(bucket, context, level=2), make_batch([task(bucket, path)]))
+    assert statuses(context) == [0]
 
 
 def test_a_task_uploads_its_file_and_reports_its_status(tmp_path: Path, bucket: Bucket) -> None:
@@ -278,7 +287,7 @@ def test_tasks_of_a_deleted_export_are_canceled(tmp_path: Path, bucket: Bucket) 
     path.write_bytes(b"x")
 
     def config(url: str) -> dict[str, Any]:
-        status = {"statusStreamName": "status"}
+        status = {"statusLevel": 3, "statusStreamName": "status"}
         return {"s3TaskExecutor": [{"identifier": "up", "endpointUrl": url, "statusConfig": status}]}
 
     def seen(gateway: Gateway) -> list[tuple[int, int]]:
@@ -313,7 +322,7 @@ def test_tasks_of_a_deleted_stream_are_canceled(tmp_path: Path, bucket: Bucket) 
         forwarder = Forwarder(bucket.url)
         try:
             async with running(tmp_path) as gateway:
-                status = {"statusStreamName": "status"}
+                status = {"statusLevel": 3, "statusStreamName": "status"}
                 config = {"identifier": "up", "endpointUrl": forwarder.url, "statusConfig": status}
 
                 def reported() -> list[dict[str, Any]]:
@@ -394,7 +403,7 @@ def test_tasks_that_expire_before_they_are_done_are_canceled(tmp_path: Path, buc
         forwarder = Forwarder(bucket.url)
         try:
             async with running(tmp_path) as gateway:
-                status = {"statusStreamName": "status"}
+                status = {"statusLevel": 3, "statusStreamName": "status"}
                 config = {"identifier": "up", "endpointUrl": forwarder.url, "statusConfig": status}
 
                 def reported() -> list[tuple[int, int, str]]:
@@ -433,7 +442,7 @@ def test_tasks_that_expire_before_they_are_done_are_canceled(tmp_path: Path, buc
 def test_after_sigkill_a_task_is_finished_and_reported_at_least_once(tmp_path: Path, bucket: Bucket) -> None:
     path = tmp_path / "f"
     path.write_bytes(os.urandom(12 * MIB))
-    status = {"statusStreamName": "status"}
+    status = {"statusLevel": 3, "statusStreamName": "status"}
 
     async def scenario() -> None:
         async with running(tmp_path) as gateway:
@@ -461,7 +470,7 @@ def test_a_status_stream_that_is_missing_costs_no_task(tmp_path: Path, bucket: B
 
     async def scenario() -> None:
         async with running(tmp_path) as gateway:
-            status = {"statusStreamName": "nowhere"}
+            status = {"statusLevel": 3, "statusStreamName": "nowhere"}
             config = {"identifier": "up", "endpointUrl": bucket.url, "statusConfig": status}
             gateway.create("tasks", {"s3TaskExecutor": [config]})
             await gateway.append("tasks", task(bucket, path))

@@ -381,7 +381,7 @@ def test_records_for_which_there_is_no_room_fail_alone_and_can_be_sent_again(tmp
         failed = [n for n, result in enumerate(results) if "ErrorCode" in result]
         assert answer["FailedPutCount"] == len(failed) > 0
         assert {results[n]["ErrorCode"] for n in failed} == {"ServiceUnavailableException"}
-        assert "maxSize" in results[failed[0]]["ErrorMessage"]
+        assert "max_size" in results[failed[0]]["ErrorMessage"]
         assert gateway.stored() == [one for n, one in enumerate(data) if n not in failed]
         with pytest.raises(client.exceptions.ServiceUnavailableException):
             client.put_record(DeliveryStreamName="plant", Record={"Data": data[0]})

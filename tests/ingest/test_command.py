@@ -343,7 +343,8 @@ def test_without_the_spark_extra_the_command_says_what_to_install(tmp_path: Path
     )
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "streambridge ingest: pyspark, pyarrow, pandas are not installed: pip install 'streambridge[spark]'"
+        "streambridge ingest: pyspark, pyarrow, pandas are not installed: "
+        f"pip install '{Path(__file__).parents[2]}[spark]'"
     ]
 
 

@@ -176,14 +176,14 @@ def test_a_full_stream_that_rejects_names_the_limit_and_keeps_what_it_has(house:
     async def work() -> None:
         async with house.stream(max_size=4096, segment_size=1024) as stream:
             stored = 0
-            with pytest.raises(StreamFull, match=r"'s' is full: \d+ of maxSize 4096"):
+            with pytest.raises(StreamFull, match=r"'s' is full: \d+ of max_size 4096"):
                 for _ in range(100):
                     await put(stream, b"x" * 200)
                     stored += 1
             assert 10 < stored < 20
             assert stream.total_bytes <= 4096
             assert len(everything(stream)) == stored
-            with pytest.raises(MessageTooLarge, match="maxSize 4096"):
+            with pytest.raises(MessageTooLarge, match="max_size 4096"):
                 stream.append(b"t", b"x" * 5000)
 
     run(work())
