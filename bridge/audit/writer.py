@@ -59,7 +59,7 @@ class Tally:
         _COUNTS.pack_into(self._map, 0, self.made, self.came, self.told)
 
 
-class Lane:
+class Outlet:
     """One destination: the lines that wait for it, and the thread that writes them."""
 
     def __init__(self, name: str, sink: Sink, sync_interval: float) -> None:
@@ -149,12 +149,12 @@ class Audit:
     ) -> None:
         """Open the destinations in the settings; `tally` is the file of the counts. Raises ConfigError."""
         self._settings = settings
-        self._lanes = _lanes(settings, {})
-        files = [lane.sink for lane in self._lanes.values() if isinstance(lane.sink, FileSink)]
+        self._outlets = _outlets(settings, {})
+        files = [outlet.sink for outlet in self._outlets.values() if isinstance(outlet.sink, FileSink)]
         self._tally = Tally(tally)
         self._tally.made = max([self._tally.made, *(file.last for file in files)])
         self._repeats = Repeats(bounds or Bounds())
-        self._queue: SimpleQueue[Event | dict[str, Lane] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Event | dict[str, Outlet] | None] = SimpleQueue()
         self._lost, self._told = self._tally.lost + sum(file.torn for file in files), 0
         self._tally.keep()
         self._thread = Thread(target=self._run, name="audit", daemon=True)
@@ -172,9 +172,9 @@ class Audit:
     def reload(self, settings: AuditSettings) -> None:
         """Write to these destinations from now on. After a ConfigError, nothing has changed."""
         if settings != self._settings:
-            lanes = _lanes(settings, self._lanes)
-            self._settings, self._lanes = settings, lanes
-            self._queue.put(lanes)
+            outlets = _outlets(settings, self._outlets)
+            self._settings, self._outlets = settings, outlets
+            self._queue.put(outlets)
 
     def close(self) -> None:
         """Write and sync all events, and end the threads."""
@@ -183,31 +183,31 @@ class Audit:
 
     def troubles(self) -> dict[str, str]:
         """Why destinations cannot be written now, by name; empty if all can."""
-        return {name: lane.trouble for name, lane in list(self._lanes.items()) if lane.trouble}
+        return {name: outlet.trouble for name, outlet in list(self._outlets.items()) if outlet.trouble}
 
     # -- the thread ------------------------------------------------------------
 
     def _run(self) -> None:
-        lanes, go_on = self._lanes, True
+        outlets, go_on = self._outlets, True
         while go_on:
             for item in self._taken():
                 if isinstance(item, Event):
-                    self._put(self._repeats.take(item), lanes)
+                    self._put(self._repeats.take(item), outlets)
                 elif item is None:
                     go_on = False
-                    self._put(self._repeats.end(), lanes)
+                    self._put(self._repeats.end(), outlets)
                 else:
-                    _close(lanes, item)
-                    lanes = item
-            self._put(self._repeats.due(), lanes)
+                    _close(outlets, item)
+                    outlets = item
+            self._put(self._repeats.due(), outlets)
             if lost := self._lost - self._told:
                 self._told += lost
                 self._put(
-                    [{"time": time.time(), "event": "lost", "outcome": "failed", "repeated": lost}], lanes
+                    [{"time": time.time(), "event": "lost", "outcome": "failed", "repeated": lost}], outlets
                 )
-        _close(lanes, {})
+        _close(outlets, {})
 
-    def _taken(self) -> Iterator[Event | dict[str, Lane] | None]:
+    def _taken(self) -> Iterator[Event | dict[str, Outlet] | None]:
         """Wait for events, or until a window of repeats ends, and return the events."""
         if self._lost != self._told:
             return
@@ -217,7 +217,7 @@ class Audit:
             for _ in range(self._queue.qsize()):
                 yield self._queue.get_nowait()
 
-    def _put(self, lines: list[dict[str, Any]], lanes: Mapping[str, Lane]) -> None:
+    def _put(self, lines: list[dict[str, Any]], outlets: Mapping[str, Outlet]) -> None:
         made = []
         for line in lines:
             self._tally.made += 1
@@ -225,11 +225,11 @@ class Audit:
             made.append({"time": line.pop("time"), "seq": self._tally.made, **line})
         if made:
             self._tally.keep()
-            for lane in lanes.values():
-                lane.put(made)
+            for outlet in outlets.values():
+                outlet.put(made)
 
 
-def _lanes(settings: AuditSettings, old: Mapping[str, Lane]) -> dict[str, Lane]:
+def _outlets(settings: AuditSettings, old: Mapping[str, Outlet]) -> dict[str, Outlet]:
     """Open the destinations by name, or keep old ones. After a ConfigError, no new one is open."""
     sinks: dict[str, Sink] = {}
     try:
@@ -244,18 +244,18 @@ def _lanes(settings: AuditSettings, old: Mapping[str, Lane]) -> dict[str, Lane]:
         raise ConfigError(f"audit.{key}: {error}") from error
     wanted = [f"file:{settings.file}"] * (settings.file is not None) + ["journald"] * settings.journald
     interval = settings.sync_interval / 1000
-    found = {name: old.get(name) or Lane(name, sinks[name], interval) for name in wanted}
-    for lane in found.values():
-        lane.sync_interval = interval
-        if isinstance(lane.sink, FileSink):
-            lane.sink.bound(settings.max_size, settings.files)
+    found = {name: old.get(name) or Outlet(name, sinks[name], interval) for name in wanted}
+    for outlet in found.values():
+        outlet.sync_interval = interval
+        if isinstance(outlet.sink, FileSink):
+            outlet.sink.bound(settings.max_size, settings.files)
     return found
 
 
-def _close(lanes: Mapping[str, Lane], kept: Mapping[str, Lane]) -> None:
+def _close(outlets: Mapping[str, Outlet], kept: Mapping[str, Outlet]) -> None:
     """Close the destinations that are not kept, together, because one may hang."""
-    ended = [lane for name, lane in lanes.items() if kept.get(name) is not lane]
-    for lane in ended:
-        lane.close()
-    for lane in ended:
-        lane.join()
+    ended = [outlet for name, outlet in outlets.items() if kept.get(name) is not outlet]
+    for outlet in ended:
+        outlet.close()
+    for outlet in ended:
+        outlet.join()
