@@ -126,7 +126,7 @@ class Stream:
         self.pending.append(StreamMessage(number, 0, topic, payload, headers))
         return number
 
-    def after_commit(self, done: Callable[[StreamError | None], None]) -> None:
+    def after_commit(self, done: Callable[[StreamError | None], None], heard: float = 0.0) -> None:
         self.waiting.append(done)
         if self.by_itself:
             self.commit()
