@@ -168,6 +168,7 @@ def test_a_data_directory_that_cannot_be_written_is_unhealthy_until_it_can(servi
         "storage": "writable",
         "refused": {},
         "failing": {},
+        "unread": {},
         "unreachable": None,
     }
 

@@ -270,7 +270,8 @@ async def test_qos_2_ids_that_the_journal_has_lost_are_found_behind_any_number_o
     assert session is not None
     session.incoming.clear()  # as after a start with a journal that ends before them
     bridge.broker.journal.replay_points["s"] = ReplayPoint(0)
-    await find_stored_ids(bridge.broker)
+    broker = bridge.broker
+    await find_stored_ids(broker.journal, broker.store, lambda kept: broker.sessions.get(kept.client))
     assert await client.exchange(publish("in/a", b"x", 2, 40, dup=True)) == Packet(0x50, b"\0\x28")
     assert (await bridge.payloads()).count(b"x") == 1
 
