@@ -50,7 +50,7 @@ _OPTIONS = frozenset(
 )
 # The SDK gives up a request after 60 s by default, and a reply after that ends its client for good (issue 15
 # of aws-greengrass-stream-manager-sdk-python). So a wait that may be its whole time ends this much earlier.
-LONG_WAIT, SPARED = 10_000, 1_000  # ms
+LONG_WAIT = 1_000  # ms
 
 
 def control(
@@ -137,7 +137,8 @@ def read(request: dict[str, Any]) -> tuple[Read, ReadMessagesOptions]:
     except msgspec.ValidationError as error:
         raise InvalidRequest(problem(error, "readMessagesOptions")) from None
     if options.read_timeout_millis >= LONG_WAIT:
-        options = msgspec.structs.replace(options, read_timeout_millis=options.read_timeout_millis - SPARED)
+        spared = min(options.read_timeout_millis // 20 + 20, 1_000)
+        options = msgspec.structs.replace(options, read_timeout_millis=options.read_timeout_millis - spared)
     return Read(name=name, read_messages_options=options), options
 
 

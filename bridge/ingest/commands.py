@@ -546,7 +546,7 @@ def write_package(folder: Path) -> list[Path]:
     """
     bridge = Path(__file__).resolve().parents[1]
     folder.mkdir(parents=True, exist_ok=True)
-    names = ("__init__", "deflate", "errors", "filtered", "objectkeys", "printable", "ranges")
+    names = ("__init__", "deflate", "errors", "extras", "filtered", "objectkeys", "printable", "ranges")
     shared = [f"{name}.py" for name in names]
     own = (bridge / "ingest").rglob("*")
     modules = [

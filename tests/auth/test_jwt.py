@@ -307,7 +307,7 @@ def test_a_running_service_notices_a_key_that_is_gone_without_a_signal(tmp_path:
             assert sock.recv(4) == b"\xe0\x02\x87\0"
             assert sock.recv(4) == b""
         path.write_text("nonsense")
-        eventually(lambda: service.logged("reload of .mqtt. failed.*is not a set of keys"))
+        eventually(lambda: service.logged("is not a set of keys"))
     finally:
         service.process.terminate()
         service.process.wait()

@@ -152,12 +152,14 @@ def test_a_request_that_arrives_late_overwrites_nothing_if_it_is_conditional() -
 
 @pytest.mark.parametrize("fault", ["lost", "throttled", "failed", "denied", "conflict", "unanswered"])
 def test_the_exporter_takes_every_fault_for_one_to_be_retried(fault: str) -> None:
-    exporters, bucket = discovery.load().exporters, opened(Faults(**{fault: 1.0}))
+    exporters, bucket = discovery.load().exporters, opened(Faults())
     config = convert_config(exporters["s3"], {"identifier": "up", "bucket": "landing"})
-    exporter, batch = exporters["s3"](config, Link(bucket.client())), make_batch([b"a", b"b"])
+    exporter, batch = exporters["s3"](config, Link(bucket.client())), make_batch([b"a", b"b"], 1)
+    exporter.export(make_batch([b"first"]))  # before it, the exporter lists what is there
+    bucket.faults = Faults(**{fault: 1.0})
     with pytest.raises(Retry):
         exporter.export(batch)
-    assert len(bucket.objects) == (fault == "unanswered")
+    assert len(bucket.objects) == 1 + (fault == "unanswered")
     bucket.faults = Faults()
     assert exporter.export(batch) == ACCEPTED
-    assert len(bucket.log) == 1
+    assert len(bucket.log) == 2
