@@ -80,6 +80,7 @@ FOR_PLUGINS = (
     "bridge.plugin.keys",
     "bridge.plugin.mqtt",
     "bridge.net.brokers",
+    "bridge.plugin.lineage",
     "bridge.plugin.objects",
     "bridge.plugin.prefixes",
     "bridge.plugin.records",

@@ -275,7 +275,7 @@ def test_an_export_may_have_its_own_endpoint_and_region(fake: FakeAws) -> None:
 @pytest.mark.parametrize(
     ("kind", "config", "url"),
     [
-        ("s3", {"bucket": "landing"}, "http://localhost:1/landing/"),
+        ("s3", {"bucket": "landing"}, "http://localhost:1/landing?list-type=2&"),
         ("s3TaskExecutor", {}, "http://localhost:1/landing/k"),
         ("IotSitewise", {}, "http://localhost:1/properties"),
     ],

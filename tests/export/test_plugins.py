@@ -371,7 +371,7 @@ def test_rejected_records_are_kept_in_the_dead_letter_stream_before_they_are_pas
             gateway.refused.add("dead")
             gateway.create("a", {"picky": [{"identifier": "p", "deadLetterStream": "dead"}]})
             await gateway.append("a", b"good", b"bad", bytes(11), b"good")
-            await until(lambda: "dead letter stream" in (gateway.status("a").error_message or ""))
+            await until(lambda: "dead-letter stream" in (gateway.status("a").error_message or ""))
             assert gateway.status("a").last_exported_sequence_number == -1
             gateway.refused.clear()
             await gateway.exported("a", 3)

@@ -235,7 +235,11 @@ def test_nothing_is_acknowledged_before_a_queue_of_a_client_that_is_away_has_it(
                 await ready(bridge)
                 journaled: list[Any] = []
                 after_commit = bridge.broker.journal.after_commit
-                bridge.broker.journal.after_commit = journaled.append  # type: ignore[method-assign]
+
+                def hold(done: Any, heard: float = 0.0) -> None:
+                    journaled.append(done)
+
+                bridge.broker.journal.after_commit = hold  # type: ignore[method-assign]
                 broker.send("cmd/a", b"1", 1, 7)
                 await until(lambda: journaled)
                 broker.send("cmd/b", b"2", 0)

@@ -173,7 +173,7 @@ def test_discard_new_refuses_what_would_pass_a_limit(
 def test_max_message_size_refuses_one_message_and_takes_the_next(house: House) -> None:
     async def work() -> None:
         async with house.stream(limits=MessageLimits(max_message_size=10)) as stream:
-            with pytest.raises(MessageTooLarge, match="over limits.max_message_size 10"):
+            with pytest.raises(MessageTooLarge, match=r"over limits\.max_message_size 10"):
                 stream.append(b"t", b"x" * 10)
             assert await put(stream, b"x" * 9) == [0]
 
