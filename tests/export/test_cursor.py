@@ -537,19 +537,23 @@ REFUSING = """
     import os
     from bridge.export import cursor
 
-    if not hasattr(cursor.CursorFile, "real"):
-        cursor.CursorFile.real = cursor.CursorFile.write
+    real = cursor.CursorFile.write
+    if not hasattr(real, "refuses"):
 
         def write(self, content):
             if os.path.exists({flag!r}):
                 raise OSError(5, "Input/output error")
-            self.real(content)
+            real(self, content)
 
+        write.refuses = True
         cursor.CursorFile.write = write
 """
 
 
-def test_no_batch_is_sent_before_its_boundaries_are_on_the_disk(recorder: Path) -> None:
+def test_no_batch_is_sent_before_its_boundaries_are_on_the_disk(
+    recorder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CursorFile, "write", CursorFile.write)  # the plugin replaces it; restored at the end
     flag = recorder / "refuse"
     drop_in(recorder, "refusing", REFUSING.format(flag=str(flag)))
 
