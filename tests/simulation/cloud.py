@@ -31,7 +31,7 @@ from bridge.ingest.files import Target
 from bridge.ingest.job import Summary, ingest
 from bridge.ingest.numbers import CHUNK_BITS
 from bridge.ingest.planner import RoundLimits, StreamId
-from bridge.ingest.report import Hole
+from bridge.ingest.report import UPLOADED, Hole
 from bridge.ingest.state import StreamState, load_state
 from bridge.ingest.store import StorageLocation
 from bridge.ingest.worker import process, unpack
@@ -429,12 +429,14 @@ class CloudCheck:
                         or excused(stream, number)
                         or (pending and late.covers(number, number))
                     )
+                    # A repair took it out of the table with a file that had vanished; the next run takes it.
+                    taken_out = bool(self._vanished) and hole.reason == UPLOADED
                     # A power cut took it from the gateway, which says so, and then its object was harmed.
                     skipped = hole.reason == "skipped" and gone.covers(number, number)
                     if (
                         (hole.kind == "missing" and (named or not reason))
                         or (hole.kind == "trimmed" and not (skipped or excused(stream, number)))
-                        or (hole.kind == "waiting" and not pending)
+                        or (hole.kind == "waiting" and not pending and not taken_out)
                     ):
                         raise CloudError(f"{stream}: {number} is called {hole.kind}, and is not: {hole}")
             if claim is not None:
