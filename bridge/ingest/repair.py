@@ -144,7 +144,7 @@ def repair(
     come back, unless `deleted` says what becomes of the rows of these files (`out`, `back`), or if rows may
     be there that no object has, unless `give_up`.
     """
-    return _settle(sink, dry_run, _Mend(source, deleted, give_up))
+    return _settle(sink, dry_run, _How(source, deleted, give_up))
 
 
 def accept_rows(sink: Sink, *, dry_run: bool) -> Repaired:
@@ -155,7 +155,7 @@ def accept_rows(sink: Sink, *, dry_run: bool) -> Repaired:
     return _settle(sink, dry_run, None)
 
 
-class _Mend(NamedTuple):
+class _How(NamedTuple):
     """How to repair damaged files, see `repair`."""
 
     source: StorageLocation | None
@@ -163,7 +163,7 @@ class _Mend(NamedTuple):
     give_up: bool
 
 
-def _settle(sink: Sink, dry_run: bool, mend: _Mend | None) -> Repaired:
+def _settle(sink: Sink, dry_run: bool, how: _How | None) -> Repaired:
     state, standing = look(sink)
     differs = weigh(sink.name, state, standing)
     at, _, place, found = sink.parts()
@@ -171,16 +171,16 @@ def _settle(sink: Sink, dry_run: bool, mend: _Mend | None) -> Repaired:
     damage = compared(parts, place, state, Look())
     if at != standing.at:
         raise CommitConflict(f"{sink.name}: it was changed meanwhile")
-    out = _taken_out(damage, parts, mend)
+    out = _taken_out(damage, parts, how)
     content = _left(sink, place, standing, parts, out) if out else sink.content()
     if content.pointer != state.version:
         raise CommitConflict(f"{sink.name}: another run committed first")
     stock = take_stock(content)
     changes = _changes(state, stock)
-    to_removed = mend is None
-    if out and mend:
+    to_removed = how is None
+    if out and how:
         changes = _only_damaged(changes, state, parts, out, differs=bool(differs))
-        to_removed = _stay_out(sink.name, changes, parts, out, mend) if differs else False
+        to_removed = _stay_out(sink.name, changes, parts, out, how) if differs else False
     done = Repaired(
         differs,
         changes,
@@ -193,15 +193,15 @@ def _settle(sink: Sink, dry_run: bool, mend: _Mend | None) -> Repaired:
         dry_run,
         damaged=[f"{one.path} {one.why}" for one in damage.damages],
     )
-    if out and mend and not to_removed:
-        done.hopeless = _hopeless(changes, state, mend.source, place.endpoint)
-        if any(one.kind != DATA for one in damage.damages) and not (mend.give_up or dry_run):
+    if out and how and not to_removed:
+        done.hopeless = _hopeless(changes, state, how.source, place.endpoint)
+        if any(one.kind != DATA for one in damage.damages) and not (how.give_up or dry_run):
             _spare(sink.name, done.hopeless)
     if dry_run or not (differs or changes or out):
         return done
     for change in changes:
         _apply(change, state.of(StreamId(*change.name)), stock, to_removed=to_removed)
-    state.others = stock.surplus if mend is None else min(state.others, stock.surplus)
+    state.others = stock.surplus if how is None else min(state.others, stock.surplus)
     if not out:
         state.checked, state.differs = content.at, ""
     if state.listed:
@@ -230,12 +230,12 @@ def _apply(change: StreamChange, stream: StreamState, stock: Stock, *, to_remove
         stream.removed.update(change.lost)
 
 
-def _taken_out(damage: Look, parts: list[Part], mend: _Mend | None) -> set[str]:
+def _taken_out(damage: Look, parts: list[Part], how: _How | None) -> set[str]:
     """Return the files to take out of the table: the damaged, and those whose deletes are no longer known."""
     if damage.unseen:
         raise IngestError(f"{damage.unseen[0]}; nothing was done: see that it can be looked at")
     for one in damage.damages:
-        if mend is None:
+        if how is None:
             raise IngestError(
                 f"{one.path} {one.why}; nothing was done: `streambridge ingest repair` comes first"
             )
@@ -291,7 +291,7 @@ def _only_damaged(
     return [change for change in changes if change.lost]
 
 
-def _stay_out(name: str, changes: list[StreamChange], parts: list[Part], out: set[str], mend: _Mend) -> bool:
+def _stay_out(name: str, changes: list[StreamChange], parts: list[Part], out: set[str], how: _How) -> bool:
     """Return whether the lost numbers stay out of a table that others have changed.
 
     Raises IngestError if some of them may be those of deleted rows, and nobody has decided.
@@ -308,13 +308,13 @@ def _stay_out(name: str, changes: list[StreamChange], parts: list[Part], out: se
     )
     if clear and sum(part.rows for part in gone) == sum(size(change.lost) for change in changes):
         return False
-    if mend.deleted is None:
+    if how.deleted is None:
         raise IngestError(
             f"{name}: others have deleted rows, perhaps of its damaged files, and nobody has accepted that; "
             "it cannot be known which, so nothing was done. With --deleted out no row of these files comes "
             "back, with --deleted back all do"
         )
-    return mend.deleted == "out"
+    return how.deleted == "out"
 
 
 def _spare(name: str, hopeless: list[list[Any]]) -> None:

@@ -35,6 +35,7 @@ class Delay:
 
     def committed(self, now: float, pending: int) -> None:
         """Note that a group is acknowledged; `pending` messages came meanwhile."""
+        self._forget(now)  # also here: under pressure, nobody asks whether to wait
         self._recent.append((self._before, now))
         self.until = now if pending else 0.0
 
@@ -48,9 +49,8 @@ class Delay:
         `heard` is the latest time at which one of their clients had sent something before; infinity: one
         cannot wait.
         """
+        self._forget(now)
         recent = self._recent
-        while recent and now - recent[0][1] >= self._longest * SOON:
-            recent.popleft()
         answered = bool(recent) and heard >= recent[0][0]
         if pending < ENOUGH and not answered and heard <= now:
             self.until = self.until or now + self._longest
@@ -58,3 +58,8 @@ class Delay:
                 return True
         self._before, self._began = self._began, now
         return False
+
+    def _forget(self, now: float) -> None:
+        """Forget the acknowledgements that are not recent any more."""
+        while self._recent and now - self._recent[0][1] >= self._longest * SOON:
+            self._recent.popleft()
