@@ -64,7 +64,7 @@ def serve(listener: socket.socket, wait: float) -> None:
                     return
                 data += part
             head = bytes(data[:end]).lower()
-            length = int(head.split(b"content-length:")[1].split(b"\r\n")[0])
+            length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
             if b"100-continue" in head:
                 connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
             missing = end + 4 + length - len(data)
@@ -75,7 +75,7 @@ def serve(listener: socket.socket, wait: float) -> None:
                 missing -= len(part)
                 data += part
             time.sleep(wait)
-            body = b""
+            body = b"<ListBucketResult/>" if b"list-type=2" in head else b""
             if b"x-amz-target" in head:
                 count = data.count(b'"PartitionKey"')
                 one = b'{"SequenceNumber":"1","ShardId":"s"}'

@@ -4,7 +4,8 @@ Object names hold numbers, so a copy whose batches end at other numbers writes o
 request notices that both hold other messages with the same numbers. So before its first object, and again
 every `AGAIN` seconds, an export lists the newest objects of its stream. Before a batch is written whose
 numbers another object has, their messages are compared: the same ones come from an export that has started
-over, others from another gateway with this id, or from a copy.
+over, others from another gateway with this id, or from a copy. One that cannot be read proves neither: it is
+named in a warning, and stays as it is, because a batch is written beside it.
 
 The list takes two or three requests: the days, and the objects of the newest days, back to a day on which
 all numbers are below those of the batch. It needs s3:ListBucket. Without that right the export goes on, warns
@@ -20,11 +21,16 @@ from typing import Any, NamedTuple
 
 from bridge.objectkeys import parse_key
 from bridge.plugin.api import Batch, Context, Stopped
-from bridge.plugin.aws import error_code, failure
+from bridge.plugin.aws import error_code, failure, is_cut, is_throttled
 
 AGAIN = 600.0  # seconds
 LARGEST = 512 * 1024 * 1024  # bytes of an object's rows; the exporter makes objects of up to 256 MiB
+_ABSENT = frozenset({"404", "NoSuchKey"})  # S3, API reference, "Error responses", as the next ones
+_UNREADABLE = frozenset({"403", "AccessDenied", "InvalidObjectState"})  # no right, or archived
 OVERLAP = 2  # days that are listed beyond the first one with lower numbers, because clocks are stepped
+
+
+Row = tuple[int, int, str, bytes]  # number, ingest time in Unix ms, topic, payload
 
 
 class Other(NamedTuple):
@@ -101,11 +107,9 @@ class Lineage:
 
     def _compare(self, batch: Batch, other: Other, *, changed: bool) -> None:
         url = f"s3://{self._bucket}/{other.key}"
+        mine = {record.sequence_number: record for record in batch.records}
         try:
-            body = self._client.get_object(Bucket=self._bucket, Key=other.key)["Body"]
-            rows = _parquet(body.read()) if other.key.endswith(".parquet") else _ndjson(body)
-            mine = {record.sequence_number: record for record in batch.records}
-            for number, time, topic, payload in rows:
+            for number, time, topic, payload in self._rows(other):
                 record = mine.get(number)
                 if record is None:
                     continue
@@ -118,16 +122,29 @@ class Lineage:
                     )
         except Stopped:
             raise
-        except (ValueError, KeyError, TypeError, EOFError, ImportError) as error:
-            raise Stopped(
-                f"{url} has some of these numbers and cannot be read ({error!r}), so nothing was written; "
-                "move it away, or see `Recover from a disaster`"
-            ) from error
         except Exception as error:
-            raise failure(error, f"comparing with {url}, which has some of these numbers") from error
+            code = error_code(error)
+            if code in _ABSENT:  # deleted since it was listed
+                return
+            if is_cut(error) or is_throttled(code) or (code and code not in _UNREADABLE):
+                raise failure(error, f"comparing with {url}, which has some of these numbers") from error
+            self._context.log.warning(
+                "%s has some of the numbers %d to %d and cannot be read (%s), so the export cannot notice "
+                "whether another copy of this data directory has written it; it stays as it is",
+                url,
+                batch.first,
+                batch.last,
+                code or repr(error),
+            )
 
-
-Row = tuple[int, int, str, bytes]  # number, ingest time in Unix ms, topic, payload
+    def _rows(self, other: Other) -> Iterator[Row]:
+        body = self._client.get_object(Bucket=self._bucket, Key=other.key)["Body"]
+        rows = _parquet(body.read()) if other.key.endswith(".parquet") else _ndjson(body)
+        first = next(rows, None)
+        if first is None:
+            raise ValueError("it has no rows")
+        yield first
+        yield from rows
 
 
 def _ndjson(body: Any) -> Iterator[Row]:

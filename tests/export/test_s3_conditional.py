@@ -283,6 +283,46 @@ def test_an_export_that_starts_over_may_cut_the_same_messages_otherwise(bucket: 
     assert len(bucket.data_keys()) == 3
 
 
+HARMS: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda body: b"",
+    "torn": lambda body: body[: len(body) // 2],
+    "a bit": lambda body: body[:-3] + bytes([body[-3] ^ 64]) + body[-2:],
+    "no gzip": lambda body: b"x" * 100,
+    "no rows": lambda body: gzip.compress(b"[1]\n"),
+    "no text": lambda body: gzip.compress(b"\xff\n"),
+    "another time": lambda body: gzip.compress(b'{"ingest_time": "9", "sequence_number": 1}\n'),
+    "deep": lambda body: gzip.compress(b"[" * 100_000 + b"\n"),
+}
+
+
+@pytest.mark.parametrize("kind", ["ndjson", "parquet"])
+@pytest.mark.parametrize("harm", HARMS)
+def test_an_object_that_cannot_be_read_is_named_and_neither_stops_the_export_nor_is_changed(
+    bucket: Bucket, kind: str, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = make_batch([b"%d" % n for n in range(13)], 0)
+    make(bucket, format=kind).export(renumbered(whole, 0, 9))
+    (key,) = bucket.data_keys()
+    harmed = HARMS[harm](bucket.client.get_object(Bucket=bucket.name, Key=key)["Body"].read())
+    bucket.client.put_object(Bucket=bucket.name, Key=key, Body=harmed)
+    make(bucket, format=kind).export(renumbered(whole, 4, 12))
+    assert len(bucket.data_keys()) == 2
+    assert bucket.client.get_object(Bucket=bucket.name, Key=key)["Body"].read() == harmed
+    (warning,) = (record.message for record in caplog.records if "cannot be read" in record.message)
+    assert f"s3://{bucket.name}/{key} has some of the numbers 4 to 12" in warning
+
+
+def test_an_object_that_is_deleted_after_it_was_listed_stops_nothing(bucket: Bucket) -> None:
+    whole = make_batch([b"%d" % n for n in range(13)], 0)
+    make(bucket).export(renumbered(whole, 0, 9))
+    (key,) = bucket.data_keys()
+    again = make(bucket)
+    again.export(renumbered(whole, 10, 10))  # the list is of before
+    bucket.client.delete_object(Bucket=bucket.name, Key=key)
+    again.export(renumbered(whole, 4, 9))
+    assert len(bucket.data_keys()) == 2
+
+
 def test_without_the_right_to_list_an_export_goes_on_and_says_what_it_cannot_notice(
     bucket: Bucket, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -415,6 +415,8 @@ class CloudCheck:
         for found in report.streams:
             stream = StreamId(found.gateway, found.stream, found.epoch)
             gone, late, claim = _numbers(harmed, stream), _numbers(came, stream), claims.get(stream)
+            # overwritten while a listing went on, which has the old one and the new one
+            changed = _numbers({key for key in harmed if self.prefix + key in self.bucket.objects}, stream)
             for hole in found.holes:
                 if hole.number is not None:  # of some; `table` looks at which
                     most = size(self._left_out(stream).common(hole.first, hole.last))
@@ -429,14 +431,16 @@ class CloudCheck:
                         or excused(stream, number)
                         or (pending and late.covers(number, number))
                     )
-                    # A repair took it out of the table with a file that had vanished; the next run takes it.
-                    taken_out = bool(self._vanished) and hole.reason == UPLOADED
+                    # The next run takes it: a repair took it out of the table with a file that had
+                    # vanished, or no run has read its object as it is now.
+                    waits = bool(self._vanished) or changed.covers(number, number)
+                    waits = waits and hole.reason == UPLOADED
                     # A power cut took it from the gateway, which says so, and then its object was harmed.
                     skipped = hole.reason == "skipped" and gone.covers(number, number)
                     if (
                         (hole.kind == "missing" and (named or not reason))
                         or (hole.kind == "trimmed" and not (skipped or excused(stream, number)))
-                        or (hole.kind == "waiting" and not pending and not taken_out)
+                        or (hole.kind == "waiting" and not pending and not waits)
                     ):
                         raise CloudError(f"{stream}: {number} is called {hole.kind}, and is not: {hole}")
             if claim is not None:
