@@ -21,6 +21,7 @@ import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
@@ -48,8 +49,20 @@ class Stopped(BaseException):
     """Raised by SIGTERM. An uncommitted round leaves nothing in the table."""
 
 
+_asked = threading.Event()
+
+
 def stop(number: int, frame: object) -> None:
+    """Handle SIGTERM."""
+    _asked.set()
     raise Stopped
+
+
+def stop_if_asked() -> None:
+    """Raise Stopped if SIGTERM has come: Python drops an exception that is raised in a finalizer."""
+    if _asked.is_set():
+        _asked.clear()
+        raise Stopped
 
 
 def log(line: str) -> None:

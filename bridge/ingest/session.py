@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from bridge.extras import how_to_install
+from bridge.ingest.console import stop_if_asked
 from bridge.ingest.errors import NotInstalled
 
 if TYPE_CHECKING:
@@ -191,6 +192,7 @@ def watched(spark: SparkSession, what: str, work: Callable[[], T], every: float 
         working = pool.submit(grouped)
         try:
             while not wait([working], every).done:
+                stop_if_asked()
                 stages = map(tracker.getStageInfo, tracker.getActiveStageIds()) if tracker else ()
                 for info in filter(None, stages):
                     sys.stderr.write(f"{what}: {info.numCompletedTasks} of {info.numTasks} tasks\n")

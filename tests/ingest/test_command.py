@@ -5,22 +5,26 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import boto3
 import pytest
 
-from bridge.ingest.console import external_reason
+from bridge.ingest.console import Stopped, external_reason, stop
 from bridge.ingest.errors import IngestError
 from bridge.ingest.gateway_reports import ReportedStream
 from bridge.ingest.job import run
 from bridge.ingest.planner import StreamId
+from bridge.ingest.session import watched
 from bridge.ingest.state import StateStore, TableState
 from bridge.ingest.store import StorageLocation
 from bridge.ingest.table import TableOptions, open_sink, read
@@ -160,6 +164,37 @@ def test_a_run_that_is_stopped_in_the_middle_does_not_look_done(
     assert "stopped by SIGTERM" in errors
     assert "Traceback" not in errors
     assert out == ""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_stop_that_comes_while_an_object_is_freed_stops_the_job_all_the_same() -> None:
+    """Python drops what a finalizer raises, and libraries ask the JVM in theirs."""
+    ended = threading.Event()
+
+    # as that of Spark Connect, which has no context and knows its jobs by tags
+    session: Any = SimpleNamespace(addTag=lambda tag: None, interruptTag=lambda tag: ended.set())
+
+    class Freed:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not came:  # the handler runs between two steps of this
+                pass
+
+    came: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        stop(number, frame)
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        Freed()
+        with pytest.raises(Stopped):
+            watched(session, "working", lambda: ended.wait(30), every=0.01)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert came
+    assert ended.is_set()
 
 
 def test_a_directory_that_cannot_be_read_ends_a_run_and_is_not_taken_for_an_empty_one(
