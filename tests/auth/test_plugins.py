@@ -62,7 +62,7 @@ def authorize(question, options):
     wait(options)
     with (options.control / "asked").open("a") as file:
         file.write(f"{question.user} {question.action} {question.topic}\\n")
-    return "secret" not in question.topic
+    return "secret" not in question.topic and not (options.control / "withdrawn").exists()
 """
 ANN = "ann:" + hash_password(b"a") + "\n"
 
@@ -280,6 +280,32 @@ def test_without_an_answer_a_topic_is_refused_and_asked_about_again_later(tmp_pa
         assert tried > 1, "the refusal holds for a moment"
 
     with_plugin(tmp_path, test)
+
+
+def test_a_right_that_a_plugin_withdraws_is_gone_once_its_decision_is_too_old(tmp_path: Path) -> None:
+    """As often as it changes its mind, and also for a client that never pauses."""
+
+    async def test(bridge: Bridge, auth: Auth) -> None:
+        await ready(bridge)
+        client = await bridge.connect("c", user="ann", password=b"a", level=V5)
+
+        async def becomes(allowed: bool) -> None:
+            end = asyncio.get_running_loop().time() + 30
+            for topic in ("in/a", "nobody/stores/this"):
+                while True:
+                    answer = await client.exchange(publish(topic, b"x", 1, 1, level=V5))
+                    if (answer.body[2:3] != b"\x87") == allowed:
+                        break
+                    assert asyncio.get_running_loop().time() < end, (topic, allowed)
+
+        for _ in range(2):
+            await becomes(True)
+            (tmp_path / "control" / "withdrawn").touch()
+            await becomes(False)
+            (tmp_path / "control" / "withdrawn").unlink()
+        await becomes(True)
+
+    with_plugin(tmp_path, test, decisions=200)
 
 
 def test_nothing_is_acknowledged_because_a_plugin_has_not_answered(tmp_path: Path) -> None:

@@ -412,6 +412,33 @@ def test_a_client_that_does_not_accept_its_connack_changes_nothing(world: World,
     assert before.got() == PONG
 
 
+@pytest.mark.parametrize("topic", ["plain", "in/a"])
+def test_a_qos_2_id_that_the_journal_could_not_keep_is_not_acknowledged_as_a_duplicate(
+    world: World, client: Client, topic: str
+) -> None:
+    """The next start would not know it, and would take the same message for a new one."""
+    stream = world.streams.definitions["s"]
+    stream.by_itself = True
+    wire = client("c", clean=False)
+    with full_disk():
+        for dup in (False, True, True):
+            wire.send(publish(topic, b"x", 2, 7, dup=dup))
+            assert wire.got() == b""
+            wire.lose()
+            wire = world.connect(connect("c", clean=False))
+            world.run(5)
+            assert wire.got() == PRESENT
+    world.run(5)
+    wire.send(publish(topic, b"x", 2, 7, dup=True))
+    assert wire.got() == b"\x50\2\0\7"
+    world.kill()
+    stream.by_itself = True
+    wire = client("c", clean=False, present=True)
+    wire.send(publish(topic, b"x", 2, 7, dup=True) + ack(0x62, 7))
+    assert wire.got() == b"\x50\2\0\7" + b"\x70\2\0\7"
+    assert stream.payloads == ([b"x"] if topic == "in/a" else [])
+
+
 def test_a_session_ends_when_its_time_is_over(world: World, client: Client) -> None:
     client("c", level=V5, clean=False, properties=LASTING).lose()
     world.run(59)
@@ -429,6 +456,21 @@ def test_a_silent_client_is_lost_after_one_and_a_half_keep_alives(world: World, 
     assert not wire.transport.closed
     world.run(2)
     assert wire.transport.closed
+
+
+def test_a_client_that_the_gateway_does_not_read_is_not_silent(world: World, client: Client) -> None:
+    wire, stream = client("c", keep_alive=10), world.streams.definitions["s"]
+    world.server.connections.press(True)
+    wire.send(publish("in/a", b"1", 1, 1))
+    assert not wire.transport.reading
+    for _ in range(10):
+        world.run(10)
+        assert not wire.transport.closed
+    world.server.connections.press(False)
+    stream.commit()
+    assert wire.got() == b"\x40\2\0\1"
+    world.run(32)
+    assert wire.transport.closed, "it is read, and says nothing"
 
 
 def test_a_client_that_sends_no_connect_in_time_is_closed(world: World) -> None:

@@ -16,6 +16,7 @@ import pytest
 from bridge.errors import StreamFull
 from bridge.http import metrics
 from bridge.http.observer import Observer
+from bridge.model import Limits
 from tests.fakes.brokers import BrokerOfBytes
 
 from .harness import Bridge, NoWorker, run_async, running, until
@@ -281,6 +282,78 @@ async def test_long_topics_of_messages_that_wait_take_no_more_memory_than_payloa
     tries = bridge.stat("held") + 10
     await until(lambda: bridge.stat("held") > tries)
     assert bridge.stat("waiting") < 170, "the broker keeps the others"
+
+
+@with_bytes
+async def test_whatever_becomes_of_messages_their_room_is_free_again(
+    broker: BrokerOfBytes, bridge: Bridge
+) -> None:
+    """More than fits into the inbox is stored, comes twice, is dropped, or follows a failed commit."""
+    broker.session_present = True
+    bridge.stream("tiny", "tiny", limits=Limits(max_message_size=10))
+    await until(lambda: "1 SUBSCRIBE tiny" in broker.log)
+    each = bytes(300_000)
+    for number in range(1, 31):
+        broker.send("in/stored", each, 1, number)
+        broker.send("in/twice", each, 2, 31)
+        broker.send("tiny", each, 1, number + 31)
+        broker.send("in/nobody/knows", each)
+    await until(lambda: broker.got("PUBACK 61"))
+    log = bridge.store.streams["s"].log
+    write = log.write
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log.write = full  # type: ignore[method-assign]
+    for connection in range(1, 5):
+        await connected(bridge, connection)
+        broker.send("in/a", b"fails", 1, 1)
+        await until(lambda connection=connection: bridge.stat("rejected_storage") == connection)
+        for number in range(2, 12):
+            broker.send("in/a", each, 1, number)
+    await connected(bridge, 5)
+    log.write = write  # type: ignore[method-assign]
+    broker.log.clear()
+    broker.send("in/a", b"last", 1, 12)
+    await until(lambda: broker.got("PUBACK 12"))
+    assert broker.connections == 5
+
+
+def test_a_broker_that_is_not_read_is_not_silent_and_a_new_connection_is_not_read_either(
+    tmp_path: Path,
+) -> None:
+    """The inbox is full for many keep-alives, because a stream has no room."""
+
+    async def main() -> None:
+        broker.session_present = True
+        settings = external(broker.port, protocol="3.1.1", keep_alive=1)
+        async with asyncio.timeout(120), running(tmp_path, **settings) as bridge:
+            await connected(bridge)
+            await fill(bridge, "x")
+            await until(lambda: "1 SUBSCRIBE x" in broker.log)
+            for connection in (1, 2):
+                await connected(bridge, connection)
+                broker.send("x", b"held" * 100, 1, 1)
+                await until(lambda: bridge.stat("held"))
+                for number in range(2, 502):
+                    broker.send("in/a", bytes(100_000), 1, number)
+                pings = broker.pings
+                await until(lambda pings=pings: broker.pings >= pings + 5)
+                assert broker.connections == connection
+                assert 0 < bridge.stat("waiting") < 200, "the broker keeps the others"
+                if connection == 1:
+                    broker.cut()
+            await bridge.manager.purge("x")
+            await until(lambda: broker.got("2 PUBACK 501"))
+            assert broker.connections == 2
+
+    async def served() -> None:
+        async with broker:
+            await main()
+
+    broker = BrokerOfBytes()
+    run_async(served())
 
 
 @with_bytes
