@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import inspect
 import logging
+import os
 import socket
 import textwrap
 import threading
@@ -49,6 +51,19 @@ FAST = (0.05, 0.2)
 def server(tmp_path: Path) -> Iterator[Server]:
     with Server(tmp_path / "server") as running:
         yield running
+
+
+def connections_to(port: int) -> list[socket.socket]:
+    """Copies of this process's sockets that are connected to a port."""
+    found = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # another kind of file, or closed since
+            sock = socket.socket(fileno=os.dup(int(path.name)))
+            if sock.family == socket.AF_INET and sock.getpeername()[1] == port:
+                found.append(sock)
+            else:
+                sock.close()
+    return found
 
 
 class Awaiting(ast.NodeTransformer):
@@ -214,6 +229,18 @@ def test_a_service_that_is_absent_or_speaks_otherwise_is_an_error_at_once() -> N
             StreamManagerClient(address, connect_timeout=0.2)
     with pytest.raises(ConnectionError, match="cannot connect"):
         StreamManagerClient(address)
+
+
+def test_the_kernel_finds_out_within_a_minute_that_the_service_has_vanished(server: Server) -> None:
+    with StreamManagerClient(f"streammanager://127.0.0.1:{server.port}"):
+        (sock,) = connections_to(server.port)
+        with sock:
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            idle, between, probes = (
+                sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{what}"))
+                for what in ("IDLE", "INTVL", "CNT")
+            )
+    assert idle + probes * between == 60  # seconds
 
 
 @pytest.mark.parametrize("host", ["a" * 70 + ".example", "a..example", "[::1"])

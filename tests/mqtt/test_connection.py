@@ -230,6 +230,20 @@ async def test_a_silent_client_that_reads_nothing_is_lost_after_its_keep_alive(b
     assert (await watcher.message()).payload == b"gone"
 
 
+@pytest.mark.parametrize("keep_alive", [1, 7, 60, 3600])
+def test_the_kernel_gives_a_client_that_reads_nothing_its_whole_keep_alive(
+    tmp_path: Path, keep_alive: int
+) -> None:
+    @bridge_test
+    async def run(bridge: Bridge) -> None:
+        await bridge.connect("c", keep_alive=keep_alive)
+        (conn,) = bridge.server.connections.open
+        sock = conn.transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == keep_alive * 1500  # ms
+
+    run(tmp_path)
+
+
 @bridge_test
 async def test_publishers_are_held_while_too_much_waits_for_the_disk(bridge: Bridge) -> None:
     publisher, subscriber = await bridge.connect("p"), await bridge.connect("s")

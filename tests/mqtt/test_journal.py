@@ -6,15 +6,18 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bridge.encryption import new_master
+from bridge.mqtt.broker.journalfile import SYNC_INTERVAL, JournalFile
 
+from ..fakes.byhand import ByHand
 from .harness import Bridge, Client, Packet, ack, bridge_test, copied, found_again, full_disk, publish, until
 
 
@@ -330,3 +333,30 @@ def test_sessions_stay_encrypted_while_the_only_encrypted_stream_cannot_be_opene
 
     run(tmp_path)
     assert with_secret() == []
+
+
+class Working(ByHand):
+    """A runtime that notes when threads got work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.worked: list[float] = []
+
+    def work(self, do: Callable[[], object], done: Callable[[BaseException | None], object]) -> None:
+        self.worked.append(self.time)
+        super().work(do, done)
+
+
+@pytest.mark.parametrize("pause", [0.001, 0.03, 0.4, 0.999, 1.5])
+def test_a_steady_load_of_writes_is_synced_once_in_each_interval(tmp_path: Path, pause: float) -> None:
+    runtime = Working()
+    began = runtime.time
+    journal = JournalFile(tmp_path / "mqtt" / "sessions.journal", runtime, list)
+    journal.open()
+    while runtime.time < began + 20:
+        journal.add(b"record")
+        runtime.run(runtime.time + pause)
+    journal.close()
+    between = [later - earlier for earlier, later in pairwise([began, *runtime.worked, runtime.time])]
+    assert max(between) < SYNC_INTERVAL + 2 * pause
+    assert min(between[1:-1]) > SYNC_INTERVAL - 0.001
