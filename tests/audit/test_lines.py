@@ -12,7 +12,7 @@ import stat
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from bridge import audit
 from bridge.audit import Origin, record
 from bridge.audit.repeats import Bounds
 from bridge.audit.settings import AuditSettings
+from bridge.audit.sinks import FileSink
+from bridge.audit.writer import Outlet
 from bridge.errors import ConfigError
 
 HERE = Origin("mqtt", "192.0.2.1")
@@ -349,3 +351,36 @@ def test_no_error_that_repeats_what_a_client_sent_forges_an_entry_of_the_journal
     assert entry["STREAMBRIDGE_WHY"] == forged
     assert entry["MESSAGE"].isprintable()
     assert entry["MESSAGE"].startswith("updateMessageStream failed mqtt 192.0.2.1 user='bob': invalid value")
+
+
+class Steady(FileSink):
+    """A file; `written` is set when lines are in it. It counts its syncs."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.written, self.syncs = threading.Event(), 0
+
+    def write(self, lines: Sequence[dict[str, Any]]) -> None:
+        super().write(lines)
+        self.written.set()
+
+    def sync(self) -> None:
+        super().sync()
+        self.syncs += 1
+
+
+@pytest.mark.parametrize("interval", [0.02, 0.1])
+def test_a_steady_load_of_lines_does_not_postpone_their_sync(tmp_path: Path, interval: float) -> None:
+    sink = Steady(tmp_path / "audit.jsonl")
+    outlet = Outlet("file", sink, interval)
+    number, end = 0, time.monotonic() + 30
+    try:
+        while sink.syncs < 3:
+            assert time.monotonic() < end
+            number += 1
+            sink.written.clear()
+            outlet.put([{"seq": number, "time": 0.0}])
+            assert sink.written.wait(30)
+    finally:
+        outlet.close()
+        outlet.join()
