@@ -27,15 +27,13 @@ from bridge.ingest.console import (
     EXIT_MISSING,
     EXIT_NOTHING,
     EXIT_QUARANTINED,
-    Stopped,
     answer,
     document,
     external_reason,
     log,
     result,
-    stop,
 )
-from bridge.ingest.errors import BadOption, CommitConflict
+from bridge.ingest.errors import BadOption, CommitConflict, Stopped, stop
 from bridge.ingest.listing import DAY
 from bridge.ingest.options import Json, Source, Spark, Typed, spark, table, takes, typed
 from bridge.ingest.planner import RoundLimits

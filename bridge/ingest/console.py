@@ -21,14 +21,13 @@ import json
 import os
 import re
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
 import typer
 
-from bridge.ingest.errors import IngestError
+from bridge.ingest.errors import IngestError, Stopped
 from bridge.printable import printable, printable_json
 
 EXIT_MISSING = 3
@@ -43,26 +42,6 @@ EXIT_STOPPED = 143
 # top-level modules of the libraries; deltalake has two
 LIBRARIES = ("_internal", "botocore", "deltalake", "pyiceberg", "requests", "sqlalchemy")
 ORNAMENTS = re.compile(r"\x1b\[[0-9;]*m|\u21b3")  # colours and arrows of delta-rs
-
-
-class Stopped(BaseException):
-    """Raised by SIGTERM. An uncommitted round leaves nothing in the table."""
-
-
-_asked = threading.Event()
-
-
-def stop(number: int, frame: object) -> None:
-    """Handle SIGTERM."""
-    _asked.set()
-    raise Stopped
-
-
-def stop_if_asked() -> None:
-    """Raise Stopped if SIGTERM has come: Python drops an exception that is raised in a finalizer."""
-    if _asked.is_set():
-        _asked.clear()
-        raise Stopped
 
 
 def log(line: str) -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import ClassVar
 
 from bridge.errors import StreamBridgeError
@@ -81,3 +82,23 @@ class Unreadable(StreamBridgeError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(line(reason))
+
+
+class Stopped(BaseException):
+    """Raised by SIGTERM. An uncommitted round leaves nothing in the table."""
+
+
+_asked = threading.Event()
+
+
+def stop(number: int, frame: object) -> None:
+    """Handle SIGTERM."""
+    _asked.set()
+    raise Stopped
+
+
+def stop_if_asked() -> None:
+    """Raise Stopped if SIGTERM has come: Python drops an exception that is raised in a finalizer."""
+    if _asked.is_set():
+        _asked.clear()
+        raise Stopped

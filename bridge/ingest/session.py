@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from bridge.extras import how_to_install
-from bridge.ingest.console import stop_if_asked
-from bridge.ingest.errors import NotInstalled
+from bridge.ingest.errors import NotInstalled, stop_if_asked
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -108,6 +108,7 @@ class Lineage:
     def _compare(self, batch: Batch, other: Other, *, changed: bool) -> None:
         url = f"s3://{self._bucket}/{other.key}"
         mine = {record.sequence_number: record for record in batch.records}
+        apart: list[int] = []
         try:
             for number, time, topic, payload in self._rows(other):
                 record = mine.get(number)
@@ -115,13 +116,7 @@ class Lineage:
                     continue
                 same = time == record.ingest_time
                 if not same or not (changed or (topic, payload) == (record.topic, record.payload)):
-                    raise Stopped(
-                        f"there are already other messages with these numbers (number {number}), and nothing "
-                        f"was written: another gateway has the id {self._context.gateway!r}, or this data "
-                        f"directory is a copy (see `Recover from a disaster`): {url}, ETag {other.etag}"
-                    )
-        except Stopped:
-            raise
+                    apart.append(number)  # if they are what was written: the checksum comes last
         except Exception as error:
             code = error_code(error)
             if code in _ABSENT:  # deleted since it was listed
@@ -135,6 +130,13 @@ class Lineage:
                 batch.first,
                 batch.last,
                 code or repr(error),
+            )
+            return
+        if apart:
+            raise Stopped(
+                f"there are already other messages with these numbers (number {apart[0]}), and nothing was "
+                f"written: another gateway has the id {self._context.gateway!r}, or this data directory is a "
+                f"copy (see `Recover from a disaster`): {url}, ETag {other.etag}"
             )
 
     def _rows(self, other: Other) -> Iterator[Row]:

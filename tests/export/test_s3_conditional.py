@@ -312,6 +312,17 @@ def test_an_object_that_cannot_be_read_is_named_and_neither_stops_the_export_nor
     assert f"s3://{bucket.name}/{key} has some of the numbers 4 to 12" in warning
 
 
+def test_an_object_in_which_a_bit_has_changed_is_not_taken_for_one_of_another_gateway(bucket: Bucket) -> None:
+    whole = make_batch([b"%d" % n for n in range(13)], 0)
+    make(bucket).export(renumbered(whole, 0, 9))
+    (key,) = bucket.data_keys()
+    body = bucket.client.get_object(Bucket=bucket.name, Key=key)["Body"].read()
+    for place in range(0, len(body), 7):
+        harmed = body[:place] + bytes([body[place] ^ 4]) + body[place + 1 :]
+        bucket.client.put_object(Bucket=bucket.name, Key=key, Body=harmed)
+        make(bucket).export(renumbered(whole, 4, 12))
+
+
 def test_an_object_that_is_deleted_after_it_was_listed_stops_nothing(bucket: Bucket) -> None:
     whole = make_batch([b"%d" % n for n in range(13)], 0)
     make(bucket).export(renumbered(whole, 0, 9))

@@ -50,7 +50,8 @@ def s3_endpoint(credentials: None) -> Iterator[str]:
     )
     assert server.stdout is not None
     yield f"http://127.0.0.1:{int(server.stdout.readline())}"
-    server.communicate(timeout=20)
+    server.kill()
+    server.communicate()
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from typing import Any
 import boto3
 import pytest
 
-from bridge.ingest.console import Stopped, external_reason, stop
-from bridge.ingest.errors import IngestError
+from bridge.ingest.console import external_reason
+from bridge.ingest.errors import IngestError, Stopped, stop
 from bridge.ingest.gateway_reports import ReportedStream
 from bridge.ingest.job import run
 from bridge.ingest.planner import StreamId
