@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 
 from bridge.objectkeys import parse_key
 from bridge.plugin.api import Batch, Context, Stopped
-from bridge.plugin.aws import error_code, failure, is_cut, is_throttled
+from bridge.plugin.aws import error_code, failure
+from bridge.plugin.awserrors import DENIED
+from bridge.plugin.objects import ABSENT
 
 AGAIN = 600.0  # seconds
 LARGEST = 512 * 1024 * 1024  # bytes of an object's rows; the exporter makes objects of up to 256 MiB
-_ABSENT = frozenset({"404", "NoSuchKey"})  # S3, API reference, "Error responses", as the next ones
-_UNREADABLE = frozenset({"403", "AccessDenied", "InvalidObjectState"})  # no right, or archived
+_UNREADABLE = DENIED | {"InvalidObjectState"}  # archived
 OVERLAP = 2  # days that are listed beyond the first one with lower numbers, because clocks are stepped
-
 
 Row = tuple[int, int, str, bytes]  # number, ingest time in Unix ms, topic, payload
 
@@ -79,7 +79,7 @@ class Lineage:
                 if below > OVERLAP:
                     return
         except Exception as error:
-            if error_code(error) not in ("403", "AccessDenied"):
+            if error_code(error) not in DENIED:
                 raise failure(error, doing) from error
             self._may_list = False
             self._context.log.warning(
@@ -107,21 +107,15 @@ class Lineage:
 
     def _compare(self, batch: Batch, other: Other, *, changed: bool) -> None:
         url = f"s3://{self._bucket}/{other.key}"
-        mine = {record.sequence_number: record for record in batch.records}
-        apart: list[int] = []
         try:
-            for number, time, topic, payload in self._rows(other):
-                record = mine.get(number)
-                if record is None:
-                    continue
-                same = time == record.ingest_time
-                if not same or not (changed or (topic, payload) == (record.topic, record.payload)):
-                    apart.append(number)  # if they are what was written: the checksum comes last
+            number = self._apart(batch, other, changed=changed)
         except Exception as error:
+            from botocore.exceptions import BotoCoreError, ClientError
+
             code = error_code(error)
-            if code in _ABSENT:  # deleted since it was listed
+            if code in ABSENT:  # deleted since it was listed
                 return
-            if is_cut(error) or is_throttled(code) or (code and code not in _UNREADABLE):
+            if isinstance(error, BotoCoreError | ClientError) and code not in _UNREADABLE:
                 raise failure(error, f"comparing with {url}, which has some of these numbers") from error
             self._context.log.warning(
                 "%s has some of the numbers %d to %d and cannot be read (%s), so the export cannot notice "
@@ -132,21 +126,33 @@ class Lineage:
                 code or repr(error),
             )
             return
-        if apart:
+        if number is not None:
             raise Stopped(
-                f"there are already other messages with these numbers (number {apart[0]}), and nothing was "
+                f"there are already other messages with these numbers (number {number}), and nothing was "
                 f"written: another gateway has the id {self._context.gateway!r}, or this data directory is a "
                 f"copy (see `Recover from a disaster`): {url}, ETag {other.etag}"
             )
 
-    def _rows(self, other: Other) -> Iterator[Row]:
+    def _apart(self, batch: Batch, other: Other, *, changed: bool) -> int | None:
+        """Return the first number of a batch whose message is another one in an object.
+
+        The object is read to its end, where the checksum is that tells whether this is what was written.
+        """
         body = self._client.get_object(Bucket=self._bucket, Key=other.key)["Body"]
         rows = _parquet(body.read()) if other.key.endswith(".parquet") else _ndjson(body)
-        first = next(rows, None)
-        if first is None:
+        mine = {record.sequence_number: record for record in batch.records}
+        apart, empty = None, True
+        for number, time, topic, payload in rows:
+            empty = False
+            record = mine.get(number)
+            if record is None or apart is not None:
+                continue
+            same = time == record.ingest_time
+            if not same or not (changed or (topic, payload) == (record.topic, record.payload)):
+                apart = number
+        if empty:
             raise ValueError("it has no rows")
-        yield first
-        yield from rows
+        return apart
 
 
 def _ndjson(body: Any) -> Iterator[Row]:

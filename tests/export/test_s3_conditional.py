@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
+from botocore.response import StreamingBody
 from typer.testing import CliRunner
 
 from bridge import Batch, Context, Exporter, Record, Retry, Stopped, objectkeys
@@ -310,6 +312,33 @@ def test_an_object_that_cannot_be_read_is_named_and_neither_stops_the_export_nor
     assert bucket.client.get_object(Bucket=bucket.name, Key=key)["Body"].read() == harmed
     (warning,) = (record.message for record in caplog.records if "cannot be read" in record.message)
     assert f"s3://{bucket.name}/{key} has some of the numbers 4 to 12" in warning
+
+
+@pytest.mark.parametrize("kind", ["ndjson", "parquet"])
+def test_an_object_whose_answer_is_cut_off_is_compared_again(bucket: Bucket, kind: str) -> None:
+    class Cut(Context):
+        cut = True
+
+        def client(self, service: str, config: Any, **options: Any) -> Any:
+            client = super().client(service, config, **options)
+
+            def cut(parsed: dict[str, Any], **_: Any) -> None:
+                if self.cut:
+                    size = int(parsed["ContentLength"])
+                    parsed["Body"] = StreamingBody(io.BytesIO(parsed["Body"].read(size // 2)), size)
+
+            client.meta.events.register("after-call.s3.GetObject", cut)
+            return client
+
+    whole, context = make_batch([b"%d" % n for n in range(13)], 0), Cut()
+    make(bucket, format=kind).export(renumbered(whole, 0, 9))
+    again = make(bucket, context, format=kind)
+    with pytest.raises(Retry, match="comparing with"):
+        again.export(renumbered(whole, 4, 12, payload=b"other"))
+    context.cut = False
+    with pytest.raises(Stopped, match="another gateway has the id"):
+        again.export(renumbered(whole, 4, 12, payload=b"other"))
+    assert len(bucket.data_keys()) == 1
 
 
 def test_an_object_in_which_a_bit_has_changed_is_not_taken_for_one_of_another_gateway(bucket: Bucket) -> None:

@@ -23,7 +23,6 @@ server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
 server.start()
 print(server.get_host_and_port()[1], flush=True)
 sys.stdin.read()
-server.stop()
 """
 
 

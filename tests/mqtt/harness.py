@@ -53,6 +53,7 @@ from bridge.operations.reading import ReadMessagesOptions
 from bridge.plugin import discovery
 from bridge.plugin.allow import Allow
 from bridge.runtime import LoopRuntime
+from bridge.streams.layout import Files
 from bridge.streams.segment import StreamMessage
 from bridge.streams.store import StreamStore
 
@@ -131,6 +132,20 @@ class NoWorker:
     pid = 1
 
 
+class Disk(Files):
+    """The files of streams; `full` has the names of those whose segments cannot grow."""
+
+    def __init__(self) -> None:
+        self.full: set[str] = set()
+        self.refuse: Callable[[], object] = lambda: None  # called before a write fails, in its thread
+
+    def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
+        if self.full and not self.full.isdisjoint(Path(f"/proc/self/fd/{fd}").readlink().parts):
+            self.refuse()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(fd, parts, offset)
+
+
 class Bridge:
     """A front end on a store in a directory; if that has a file `key`, streams may be encrypted."""
 
@@ -149,6 +164,7 @@ class Bridge:
         self.upstreams, self.gateway, self.auth = upstreams, "plant-7", auth
         self.root, self.config, self.allow, self.system = root, config, allow, system or Shifted()
         self.hurry, self.registry = hurry, registry
+        self.files = Disk()
         self.store: StreamStore
         self.manager: StreamManager
         self.front: MqttFrontEnd
@@ -159,6 +175,7 @@ class Bridge:
             self.root / "data",
             self.root / "memory",
             on_event=lambda stream, what: None,
+            files=self.files,
             system=self.system,
             keys=Keys(self.root / "data", key) if (key := self.root / "key").exists() else None,
         )

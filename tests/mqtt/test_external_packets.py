@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import threading
 from collections.abc import Awaitable, Callable
@@ -114,17 +113,11 @@ async def test_what_came_on_an_earlier_connection_is_stored_and_not_acknowledged
 async def test_after_a_failed_commit_nothing_more_is_taken_from_that_connection(
     broker: BrokerOfBytes, bridge: Bridge
 ) -> None:
-    segments = bridge.store.streams["s"].log
-    write = segments.write
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    segments.write = full  # type: ignore[method-assign]
+    bridge.files.full.add("s")
     broker.session_present = True
     broker.send("in/a", b"first", 1, 1)
     await until(lambda: bridge.stat("rejected_storage"))
-    segments.write = write  # type: ignore[method-assign]
+    bridge.files.full.clear()
     broker.send("in/a", b"second", 1, 2)
     broker.send("in/a", b"nobody brings it again")
     assert await stored(bridge, 1) == [b"nobody brings it again"], "QoS 0 has no second chance"
@@ -145,15 +138,13 @@ async def test_what_is_stored_behind_a_failed_message_is_not_acknowledged_either
 ) -> None:
     """It is in another stream, whose commit is faster; it must come again behind the failed one."""
     bridge.stream("slow", "slow", flush_on_write=True)
-    log = bridge.store.streams["slow"].log
-    reached, gate, write = threading.Event(), threading.Event(), log.write
+    reached, gate = threading.Event(), threading.Event()
 
-    def full(*_: Any, **__: Any) -> None:
+    def refuse() -> None:
         reached.set()
         gate.wait(30)
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    log.write = full  # type: ignore[method-assign]
+    bridge.files.full, bridge.files.refuse = {"slow"}, refuse
     broker.session_present = True
     await until(lambda: broker.got("SUBSCRIBE slow"))
     broker.send("slow", b"first", 1, 1)
@@ -162,7 +153,7 @@ async def test_what_is_stored_behind_a_failed_message_is_not_acknowledged_either
     assert await stored(bridge, 1) == [b"second"]
     gate.set()
     await until(lambda: bridge.stat("rejected_storage"))
-    log.write = write  # type: ignore[method-assign]
+    bridge.files.full.clear()
     await connected(bridge, 2)
     for number, (topic, payload) in enumerate((("slow", b"first"), ("in/a", b"second")), 1):
         broker.send(topic, payload, 1, number)
@@ -299,13 +290,7 @@ async def test_whatever_becomes_of_messages_their_room_is_free_again(
         broker.send("tiny", each, 1, number + 31)
         broker.send("in/nobody/knows", each)
     await until(lambda: broker.got("PUBACK 61"))
-    log = bridge.store.streams["s"].log
-    write = log.write
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    log.write = full  # type: ignore[method-assign]
+    bridge.files.full.add("s")
     for connection in range(1, 5):
         await connected(bridge, connection)
         broker.send("in/a", b"fails", 1, 1)
@@ -313,7 +298,7 @@ async def test_whatever_becomes_of_messages_their_room_is_free_again(
         for number in range(2, 12):
             broker.send("in/a", each, 1, number)
     await connected(bridge, 5)
-    log.write = write  # type: ignore[method-assign]
+    bridge.files.full.clear()
     broker.log.clear()
     broker.send("in/a", b"last", 1, 12)
     await until(lambda: broker.got("PUBACK 12"))
