@@ -217,7 +217,7 @@ def _connection() -> str:
 
 
 def proof() -> dict[str, str]:
-    """The page of the proofs: figure, steps and invariants of each protocol from its model."""
+    """The page of the proofs: figure and invariants of each protocol from its model."""
     one = commit.Commit((commit.Kind(2, (commit.A,)),), flush=(True, True), cleans=False)
     page = (ROOT / "docs" / "proof.md").read_text()
     for name, model, small, view in (
@@ -225,24 +225,17 @@ def proof() -> dict[str, str]:
         ("export", export.Exports(), export.Exports((1, 0), limited=0), export.stage),
         ("ingest", ingest.Ingest(), ingest.Ingest((ingest.GOOD,), drivers=1), ingest.phase),
     ):
-        made = _protocol(model, explorer.drawn(small, 1, view), type(model.defect))
+        made = _protocol(model, explorer.drawn(small, 1, view))
         page = _between(page, name, made)
     return {"proof.md": page}
 
 
-def _protocol(model: Any, drawn: dict[tuple[str, str], list[str]], defects: EnumMeta) -> str:
+def _protocol(model: Any, drawn: dict[tuple[str, str], list[str]]) -> str:
     figure = ["```mermaid", "stateDiagram-v2"]
     figure += [f"    {here} --> {there}: {', '.join(names)}" for (here, there), names in drawn.items()]
-    steps = ["| step | what happens | in the code |", "|---|---|---|"]
-    for one in model.transitions:
-        code = "<br>".join(f"`{name.partition(':')[2]}`" for name in one.code)
-        mark = " (crash)" if one.crash else " (fault)" if one.fault else ""
-        steps.append(f"| {one.name}{mark} | {one.does} | {code} |")
     kept = ["| always | why |", "|---|---|"]
     kept += [f"| {one.says[0].upper()}{one.says[1:]} | {one.why} |" for one in model.invariants]
-    wrong = [f"* {one.value}" for one in list(defects)[1:]]  # the first one is none
-    head = "The explorer finds each of these defects:"
-    return "\n".join([*figure, "```", "", *steps, "", *kept, "", head, "", *wrong])
+    return "\n".join([*figure, "```", "", *kept])
 
 
 def exporters() -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 python -m tests.planted [--only WORDS] [--simulation | --tests] [--missed] [--jobs N] [--seed S]
 
-The results are in `tests/planted/results.json`, and the table is in `docs/proof.md`. Without an option, each
-defect is given to the simulation (75 worlds at most) and to the tests of its room (some minutes).
+The results are in `tests/planted/results.json`, and their summary is in `docs/proof.md`. Without an option,
+each defect is given to the simulation (75 worlds at most) and to the tests of its room (some minutes).
 """
 
 from __future__ import annotations

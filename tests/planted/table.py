@@ -1,4 +1,4 @@
-"""The results: what finds each planted defect (`results.json`), and the table of them in `docs/proof.md`."""
+"""The results: what finds each planted defect (`results.json`), and their summary in `docs/proof.md`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .defects import ROOMS, ROOT, Defect, load
+from .defects import ROOT, Defect, load
 from .runs import Found
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -36,30 +36,12 @@ def keep(defect: Defect, way: str, found: Found) -> None:
 
 
 def rendered(defects: list[Defect], results: Results) -> str:
-    """The summary and the table, in Markdown."""
+    """The summary, in Markdown: a line for each set."""
     lines = []
     for number, title in enumerate(("first", "second", "third"), 1):
         some = [defect for defect in defects if defect.set == number]
-        lines += [f"The {title} set. {_summary(some, results)}", ""]
-        lines += [*_table(some, results), ""]
-    return "\n".join(lines[:-1])
-
-
-def _table(defects: list[Defect], results: Results) -> list[str]:
-    lines = ["| | defect | simulation, seconds | test |", "|---|---|---|---|"]
-    for room in ROOMS:
-        some = [defect for defect in defects if defect.room == room]
-        if some:
-            lines.append(f"| | **{room}** | | |")
-        for defect in some:
-            found = results.get(defect.name, {})
-            simulation, tests = found.get("simulation"), found.get("tests")
-            seconds = (
-                "not run" if simulation is None else f"{simulation.seconds:.0f}" if simulation.by else "-"
-            )
-            test = "not run" if tests is None else f"`{_short(tests.by)}`" if tests.by else "-"
-            lines.append(f"| {defect.number} | {defect.name} | {seconds} | {test} |")
-    return lines
+        lines.append(f"* The {title} set. {_summary(some, results)}")
+    return "\n".join(lines)
 
 
 def _summary(defects: list[Defect], results: Results) -> str:
@@ -76,15 +58,11 @@ def _summary(defects: list[Defect], results: Results) -> str:
     return f"Found: {'; '.join(parts) or 'not run yet'}. By none of them: {len(missed - either)}."
 
 
-def _short(test: str) -> str:
-    return test.rpartition("::")[2].partition("[")[0]
-
-
-def page(content: str, table: str) -> str:
-    """Return the page with the table between its markers."""
+def page(content: str, summary: str) -> str:
+    """Return the page with the summary between its markers."""
     before, _, rest = content.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{summary}\n\n{END}{after}"
 
 
 def write() -> None:
