@@ -15,6 +15,16 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGE = DOCS / "league.md"
 README = ROOT / "README.md"
+# What the README shows of it.
+SOME = (
+    "streambridge",
+    "Mosquitto 2.1, persist-sqlite",
+    "NATS JetStream",
+    "NATS JetStream, sync always",
+    "RabbitMQ, quorum queue",
+    "Redis Streams, everysec",
+)
+CUT = ("SIGKILL", "power cut, ext4", "full disk")
 PART = re.compile(r"(<!-- league -->\n).*?(<!-- /league -->)", re.DOTALL)
 FAULTS = {
     "SIGKILL": "SIGKILL",
@@ -41,10 +51,11 @@ Each server runs as a single node, without the replication that some of them nee
 python -m benchmarks.league --mosquitto DIRECTORY --nats PATH   # as root; --help says more
 ```
 
-[league.json](league.json) has every trial. A cell shows the **lost** messages of all acknowledged ones, over
-all trials of that fault; for bit flips and cut files, it shows the trial with the largest loss. *No start*:
-the server did not start within 90 s, or its messages could not be read within another 30 s. *Wrong* counts
-messages with bytes that nobody has sent, and *twice* those that were read more than once.
+[league.json](league.json) has every trial, and the configuration of each server. A cell shows the **lost**
+messages of all acknowledged ones, over all trials of that fault; for bit flips and cut files, it shows the
+trial with the largest loss. *No start*: the server did not start within 90 s, or its messages could not be
+read within another 30 s. *Wrong* counts messages with bytes that nobody has sent, and *twice* those that were
+read more than once.
 
 """
 KINDS = """\
@@ -77,43 +88,22 @@ What the results do not show:
 * From Mosquitto and RabbitMQ, the messages are read by a session or a consumer. From the others, they are
   read where they are stored.
 
-## Servers and configurations
+## Servers
 
-`{data}` is the directory that the fault affects, `{home}` one that it does not.
-
+| server | version | its promise at this setting |
+|---|---|---|
 """
 
 
 def write(raw: dict[str, Any]) -> None:
     """Make the page and the README's part; `raw` is what is in `league.json`."""
-    parts = [HEAD, _table(raw, ""), "\n\n", KINDS]
+    parts = [HEAD, _table(raw, tuple(FAULTS)), "\n\n", KINDS]
     for name, row in raw.items():
-        parts.append(f"### {name}\n\n")
-        if row["missing"]:
-            parts.append(f"Not run here: {row['missing']}.\n\n")
-        else:
-            parts.append(f"Version {row['version']}, {row['date']}. ")
-        parts.append(
-            f"Its promise at this setting: {row['promise']}.\n\n```text\n"
-            f"{row['config'].format_map(_Kept())}```\n\n"
-        )
-        notes = [
-            f"* {FAULTS[fault]}: {trial['note']}\n"
-            for fault, trials in row["trials"].items()
-            for trial in trials
-            if trial["note"] and fault not in ("bit flip", "truncation")
-        ]
-        parts += [*notes, "\n"] if notes else []
-    PAGE.write_text("".join(parts).rstrip() + "\n")
-    text = README.read_text()
-    README.write_text(PART.sub(lambda found: f"{found[1]}{_table(raw, 'docs/league.md')}\n{found[2]}", text))
-
-
-class _Kept(dict[str, str]):
-    """Leaves the places of a configuration as they are."""
-
-    def __missing__(self, key: str) -> str:
-        return f"{{{key}}}"
+        version = "not run here" if row["missing"] else f"{row['version']}, {row['date']}"
+        parts.append(f"| {name} | {version} | {row['promise']} |\n")
+    PAGE.write_text("".join(parts))
+    some = _table({name: raw[name] for name in SOME if name in raw}, CUT)
+    README.write_text(PART.sub(lambda found: f"{found[1]}{some}\n{found[2]}", README.read_text()))
 
 
 def note(text: str) -> str:
@@ -122,14 +112,14 @@ def note(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", line)[:160].replace("<", "&lt;").replace("*", "\\*")
 
 
-def _table(raw: dict[str, Any], page: str) -> str:
-    heads = ["", *FAULTS.values(), "messages/s"]
+def _table(raw: dict[str, Any], faults: tuple[str, ...]) -> str:
+    heads = ["", *(FAULTS[fault] for fault in faults), "messages/s"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, row in raw.items():
         if row["missing"]:
-            cells = ["not run here"] + [""] * len(FAULTS)
+            cells = ["not run here"] + [""] * len(faults)
         else:
-            cells = [_cell(fault, row["trials"].get(fault, [])) for fault in FAULTS]
+            cells = [_cell(fault, row["trials"].get(fault, [])) for fault in faults]
             rate = max(row.get("rates", [0]))
             cells.append(f"{rate:,.0f}" if rate else "")
         lines.append(f"| {name} | {' | '.join(cells)} |")
