@@ -64,10 +64,20 @@ def pages() -> dict[str, str]:
 
 # -- the command line ------------------------------------------------------------------------------------
 def command_line() -> str:
-    """Every command's own help."""
-    parts = ["# Command line\n\nThe help of every command, as `--help` prints it."]
+    """Every command's own help, without the options that nearly all of them have."""
+    parts = [
+        "# Command line",
+        "The help of every command, without `-h` (`--help`), which each has, and without `-c FILE` "
+        "(`--config`): the configuration file, of those that show `[OPTIONS]` and work with a gateway. It is "
+        "`STREAMBRIDGE_CONFIG` in the environment, or else `/etc/streambridge/streambridge.toml`.",
+    ]
     parts += [f"## {name}\n\n```text\n{text}\n```" for name, text in _helps()]
     return "\n\n".join(parts)
+
+
+# The options of nearly every command, each with the lines that go on below it, and a heading without options.
+EVERYWHERE = re.compile(r"^  (?:-c, --config FILE|-h, --help) .*\n?(?:^ {12,}\S.*\n?)*", re.MULTILINE)
+EMPTY = re.compile(r"^Options:\n*(?=\n|\Z)", re.MULTILINE)
 
 
 def _helps() -> Iterator[tuple[str, str]]:
@@ -76,8 +86,8 @@ def _helps() -> Iterator[tuple[str, str]]:
         name, command, above = waiting.pop(0)
         context = command.make_context(name.split()[-1], [], above, resilient_parsing=True)
         context.terminal_width = context.max_content_width = 100
-        lines = (line.rstrip() for line in command.get_help(context).splitlines())
-        yield name, "\n".join(lines).strip()
+        text = "\n".join(line.rstrip() for line in command.get_help(context).splitlines()).strip()
+        yield name, text if above is None else EMPTY.sub("", EVERYWHERE.sub("", text)).strip()
         below = getattr(command, "commands", {})
         waiting[:0] = [
             (f"{name} {word}", inner, context) for word, inner in below.items() if not inner.hidden
@@ -390,7 +400,7 @@ def _doc(module: ModuleType) -> str:
 
 
 def file_format() -> str:
-    """The docstrings of the modules that read and write files."""
+    """The docstrings of what operators and readers of the objects see; the other formats by their modules."""
     parts = [
         "# File format",
         "This page consists of the docstrings of the modules that read and write these files. "
@@ -401,19 +411,27 @@ def file_format() -> str:
         ("The data directory", bridge.streams),
         ("Format versions", formats),
         ("Names", layout),
-        ("The clock", clock),
-        ("Segments and indexes", segment),
         ("Encryption", encryption),
-        ("Definitions", meta),
-        ("Drops", drops),
-        ("Export positions", cursor),
-        ("Positions of consumers", consumer_journal),
-        ("Sessions and retained messages", journal),
-        ("The journal file", journalfile),
         ("Exported objects", objectkeys),
         ("What filters leave out of an object", filtered),
     ):
         parts += [f"## {title}", f"`{module.__name__}`", _doc(module)]
+    inside = (
+        ("the clock", clock),
+        ("segments and indexes", segment),
+        ("definitions", meta),
+        ("drops", drops),
+        ("export positions", cursor),
+        ("positions of consumers", consumer_journal),
+        ("sessions and retained messages", journal),
+        ("the journal file", journalfile),
+    )
+    parts += [
+        "## The other files, byte by byte",
+        "The docstring of each module has the layout.",
+        "| file | module |\n|---|---|\n"
+        + "\n".join(f"| {what} | `{module.__name__}` |" for what, module in inside),
+    ]
     reasons = [f"| {reason.value} | {reason.name.lower()} |" for reason in drops.DropReason]
     parts += [
         "## Reasons of drops",
