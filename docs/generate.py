@@ -199,7 +199,7 @@ def _between(page: str, name: str, made: str) -> str:
 
 
 def _connection() -> str:
-    """The states of a connection as a figure, and its table."""
+    """The states of a connection as a figure."""
     rows = states.TRANSITIONS
     names = {
         getattr(packets, name): name
@@ -220,10 +220,8 @@ def _connection() -> str:
         what = "every other packet" if here is there else ", ".join(found)
         figure.append(f"    {here.name} --> {there.name}: {what}")
     figure += ["    CLOSED --> [*]", "```"]
-    table = ["| state | packet or event | what is done | then |", "|---|---|---|---|"]
-    table += [f"| {row.state.name} | {on(row)} | {row.does} | {row.to.name} |" for row in rows]
     events = [f"* *{event.name.lower()}*: {event.value}." for event in states.Event]
-    return "\n".join([*figure, "", *table, "", *events])
+    return "\n".join([*figure, "", *events])
 
 
 def proof() -> dict[str, str]:
