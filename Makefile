@@ -37,7 +37,7 @@ planted: venv ## plants 89 defects, and notes what finds each (hours): ONLY=word
 	@.ci/tools java mosquitto
 	$(BIN)/python -m tests.planted --jobs $(or $(JOBS),1) $(if $(ONLY),--only "$(ONLY)")
 
-bench: venv ## all benchmarks with their peers, and docs/results.md from them (two hours)
+bench: venv ## all benchmarks with their peers, and benchmarks/results.md from them (two hours)
 	@.ci/tools java mosquitto redis rabbitmq
 	$(BIN)/python -m benchmarks
 

@@ -1,6 +1,6 @@
 """Runs the benchmarks and writes one page with their results: `make bench`, or
 
-    python -m benchmarks [--only NAME ...] [--output DIR] [--page docs/results.md]
+    python -m benchmarks [--only NAME ...] [--output DIR] [--page benchmarks/results.md]
 
 Each program runs in turn with `--output DIR`. It leaves NAME.json, NAME.md (tables) and, if it draws one,
 NAME.png there. For each program, the page has its first line, command, caveats, tables and picture. A
@@ -28,6 +28,7 @@ from benchmarks.testbed.local import find
 from benchmarks.testbed.nats import PROGRAM
 
 HERE = Path(__file__).parent
+IMAGES = HERE.parent / "docs" / "images"
 # What is run, with the options that differ from the defaults.
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "streams": ("--seconds", "0.3", "--backlogs", "1,100,1000,10000"),
@@ -68,7 +69,7 @@ HEAD = """\
 
 All benchmarks, run one after another on one machine. Absolute numbers depend on the machine; ratios within a
 table carry over better. A section with an older date is from an earlier run, perhaps on another machine.
-[Performance](performance.md) explains the results, and where we are slower and why.
+[Performance](../docs/performance.md) explains the results, and where we are slower and why.
 
 """
 
@@ -128,7 +129,7 @@ def section(name: str, output: Path) -> str:
     parts = [f"`{command}`, {time.strftime('%Y-%m-%d', time.gmtime())}.", *caveats]
     parts.append((output / f"{name}.md").read_text(encoding="utf-8").strip())
     if (output / f"{name}.png").exists():
-        parts.append(f"![{title}](images/bench-{name}.png)")
+        parts.append(f"![{title}](../docs/images/bench-{name}.png)")
     return heading(name) + "\n\n".join(parts)
 
 
@@ -145,12 +146,10 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--output", type=Path, default=Path("benchmark-output"))
-    parser.add_argument("--page", type=Path, default=HERE.parent / "docs" / "results.md")
+    parser.add_argument("--page", type=Path, default=HERE / "results.md")
     given = parser.parse_args()
     output = given.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    images = given.page.parent / "images"
-    images.mkdir(parents=True, exist_ok=True)
     done = set()
     for name in given.only:
         print(f"--- {name}", flush=True)
@@ -158,7 +157,7 @@ def main() -> None:
         if subprocess.run(command, check=False, cwd=HERE.parent).returncode == 0:
             done.add(name)
             if (output / f"{name}.png").exists():
-                shutil.copyfile(output / f"{name}.png", images / f"bench-{name}.png")
+                shutil.copyfile(output / f"{name}.png", IMAGES / f"bench-{name}.png")
     table = "\n".join(f"| {what} | {value} |" for what, value in machine())
     page = given.page.read_text(encoding="utf-8") if given.page.exists() else ""
     sections = [section(name, output) if name in done else kept(name, page) for name in PROGRAMS]

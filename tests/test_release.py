@@ -178,7 +178,7 @@ def test_the_description_for_an_index_has_no_relative_links_and_no_diagram_that_
     published = load("readme").published
     text = (CHECKOUT / "README.md").read_text()
     linked = published(text, HOME, "1.2.3")
-    assert f"({HOME}/blob/v1.2.3/docs/results.md)" in linked
+    assert f"({HOME}/blob/v1.2.3/benchmarks/results.md)" in linked
     assert f"({HOME}/raw/v1.2.3/docs/images/demo.png)" in linked
     targets = re.findall(r"\]\(([^)]*)\)", linked)
     assert {target for target in targets if not target.startswith(("https://", "http://", "#"))} == set()
