@@ -77,7 +77,8 @@ def command_line() -> str:
 
 # The options of nearly every command, each with the lines that go on below it, and a heading without options.
 EVERYWHERE = re.compile(r"^  (?:-c, --config FILE|-h, --help) .*\n?(?:^ {12,}\S.*\n?)*", re.MULTILINE)
-EMPTY = re.compile(r"^Options:\n*(?=\n|\Z)", re.MULTILINE)
+EMPTY = re.compile(r"^Options:(?:\n(?=\n)|\n?\Z)", re.MULTILINE)
+BELOW = re.compile(r"^Commands:\n(?:  .*\n?)*", re.MULTILINE)  # each of them follows with its own help
 
 
 def _helps() -> Iterator[tuple[str, str]]:
@@ -87,7 +88,10 @@ def _helps() -> Iterator[tuple[str, str]]:
         context = command.make_context(name.split()[-1], [], above, resilient_parsing=True)
         context.terminal_width = context.max_content_width = 100
         text = "\n".join(line.rstrip() for line in command.get_help(context).splitlines()).strip()
-        yield name, text if above is None else EMPTY.sub("", EVERYWHERE.sub("", text)).strip()
+        if above is not None:
+            for part in (EVERYWHERE, EMPTY, BELOW):
+                text = part.sub("", text)
+        yield name, re.sub(r"\n{3,}", "\n\n", text).strip()
         below = getattr(command, "commands", {})
         waiting[:0] = [
             (f"{name} {word}", inner, context) for word, inner in below.items() if not inner.hidden
@@ -524,7 +528,8 @@ def python_client() -> str:
     parts += [
         "## Data classes",
         "The fields are the parameters of the constructor, in this order. A required field may be set "
-        "later: it is checked when the object is sent. `..._millis` is in milliseconds. `..._time` and "
+        "later: it is checked when the object is sent. The default is None unless another is shown. "
+        "`..._millis` is in milliseconds. `..._time` and "
         "`error_since` are Unix time in milliseconds, and sizes are in bytes. Most classes also have "
         "`more`: a dict of keys that they do not name.",
     ]
@@ -574,12 +579,13 @@ def _data(name: str, struct: type[msgspec.Struct]) -> Iterator[str]:
     yield f"### {name}"
     yield " ".join((inspect.getdoc(struct) or "").split())
     required = struct.REQUIRED if issubclass(struct, Data) else ()
-    rows = ["| field | type | default |", "|---|---|---|"]
+    lines = ["```text"]
     for field in msgspec.structs.fields(struct):
         if field.name != "more":
-            default = "required" if field.name in required else _default(field)
-            rows.append(f"| `{field.name}` | {_client_type(field.type)} | {default} |")
-    yield "\n".join(rows)
+            default = "required" if field.name in required else _default(field).strip("`")
+            shown = "" if default == "none" else f", {default}" if default == "required" else f" = {default}"
+            lines.append(f"{field.name}: {_client_type(field.type).replace('`', '')}{shown}")
+    yield "\n".join([*lines, "```"])
 
 
 def _client_type(kind: Any) -> str:
@@ -592,7 +598,7 @@ def _client_type(kind: Any) -> str:
     if get_origin(kind) is list:
         return f"list of {_client_type(get_args(kind)[0])}"
     if inspect.isclass(kind) and issubclass(kind, msgspec.Struct):
-        return f"[{kind.__name__}](#{kind.__name__.lower()})"
+        return kind.__name__
     if isinstance(kind, EnumMeta):
         return f"`{kind.__name__}`"
     return "dict" if get_origin(kind) is dict or kind is dict else _type(kind)
