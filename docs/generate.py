@@ -69,10 +69,37 @@ def command_line() -> str:
         "# Command line",
         "The help of every command, without `-h` (`--help`), which each has, and without `-c FILE` "
         "(`--config`): the configuration file, of those that show `[OPTIONS]` and work with a gateway. It is "
-        "`STREAMBRIDGE_CONFIG` in the environment, or else `/etc/streambridge/streambridge.toml`.",
+        "`STREAMBRIDGE_CONFIG` in the environment, or else `/etc/streambridge/streambridge.toml`. Options that are "
+        "explained above are only named.",
     ]
-    parts += [f"## {name}\n\n```text\n{text}\n```" for name, text in _helps()]
+    seen: dict[str, set[str]] = {}
+    parts += [f"## {name}\n\n```text\n{_without(text, seen)}\n```" for name, text in _helps()]
     return "\n\n".join(parts)
+
+
+OPTION = re.compile(r"^  (-[^ ].*?)(?:  +(.*\n(?: {12,}.*\n)*)|\n)", re.MULTILINE)
+
+
+def _without(text: str, seen: dict[str, set[str]]) -> str:
+    """A help in which options that an earlier one has explained in the same words are only named."""
+    head, found, rest = f"{text}\n".partition("\nOptions:\n")
+    if not found:
+        return text
+    body, gap, rest = rest.partition("\n\n")
+    known: list[str] = []
+
+    def entry(one: re.Match[str]) -> str:
+        words = " ".join((one[2] or "").split())
+        if words in seen.setdefault(one[1], set()):
+            known.append(re.split(r"[ ,]", one[1].rpartition(" --")[2].lstrip("-"))[0])
+            return ""
+        seen[one[1]].add(words)
+        return one[0]
+
+    shown = OPTION.sub(entry, f"{body.rstrip()}\n").rstrip()
+    if known:
+        shown = f"{shown}\n  As above: {', '.join(f'--{name}' for name in known)}".lstrip("\n")
+    return f"{head}\nOptions:\n{shown}{gap}{rest}".rstrip()
 
 
 # The options of nearly every command, each with the lines that go on below it, and a heading without options.
