@@ -69,8 +69,8 @@ def command_line() -> str:
         "# Command line",
         "The help of every command, without `-h` (`--help`), which each has, and without `-c FILE` "
         "(`--config`): the configuration file, of those that show `[OPTIONS]` and work with a gateway. It is "
-        "`STREAMBRIDGE_CONFIG` in the environment, or else `/etc/streambridge/streambridge.toml`. Options that are "
-        "explained above are only named.",
+        "`STREAMBRIDGE_CONFIG` in the environment, or else `/etc/streambridge/streambridge.toml`. An option that "
+        "is explained above is only named.",
     ]
     seen: dict[str, set[str]] = {}
     parts += [f"## {name}\n\n```text\n{_without(text, seen)}\n```" for name, text in _helps()]
