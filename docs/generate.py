@@ -69,8 +69,8 @@ def command_line() -> str:
         "# Command line",
         "The help of every command, without `-h` (`--help`), which each has, and without `-c FILE` "
         "(`--config`): the configuration file, of those that show `[OPTIONS]` and work with a gateway. It is "
-        "`STREAMBRIDGE_CONFIG` in the environment, or else `/etc/streambridge/streambridge.toml`. An option that "
-        "is explained above is only named.",
+        "`STREAMBRIDGE_CONFIG` in the environment, or else `/etc/streambridge/streambridge.toml`. An option "
+        "that is explained above is only named.",
     ]
     seen: dict[str, set[str]] = {}
     parts += [f"## {name}\n\n```text\n{_without(text, seen)}\n```" for name, text in _helps()]
@@ -256,25 +256,22 @@ def _connection() -> str:
 
 
 def proof() -> dict[str, str]:
-    """The page of the proofs: figure and invariants of each protocol from its model."""
+    """The page of the proofs: the figure of each protocol from its model."""
     one = commit.Commit((commit.Kind(2, (commit.A,)),), flush=(True, True), cleans=False)
     page = (ROOT / "docs" / "proof.md").read_text()
-    for name, model, small, view in (
-        ("commit", commit.Commit((), flush=(True, True)), one, commit.place),
-        ("export", export.Exports(), export.Exports((1, 0), limited=0), export.stage),
-        ("ingest", ingest.Ingest(), ingest.Ingest((ingest.GOOD,), drivers=1), ingest.phase),
-    ):
-        made = _protocol(model, explorer.drawn(small, 1, view))
-        page = _between(page, name, made)
+    drawn: tuple[tuple[str, Any, Any], ...] = (
+        ("commit", one, commit.place),
+        ("export", export.Exports((1, 0), limited=0), export.stage),
+        ("ingest", ingest.Ingest((ingest.GOOD,), drivers=1), ingest.phase),
+    )
+    for name, small, view in drawn:
+        page = _between(page, name, _protocol(explorer.drawn(small, 1, view)))
     return {"proof.md": page}
 
 
-def _protocol(model: Any, drawn: dict[tuple[str, str], list[str]]) -> str:
-    figure = ["```mermaid", "stateDiagram-v2"]
-    figure += [f"    {here} --> {there}: {', '.join(names)}" for (here, there), names in drawn.items()]
-    kept = ["| always | why |", "|---|---|"]
-    kept += [f"| {one.says[0].upper()}{one.says[1:]} | {one.why} |" for one in model.invariants]
-    return "\n".join([*figure, "```", "", *kept])
+def _protocol(drawn: dict[tuple[str, str], list[str]]) -> str:
+    edges = [f"    {here} --> {there}: {', '.join(names)}" for (here, there), names in drawn.items()]
+    return "\n".join(["```mermaid", "stateDiagram-v2", *edges, "```"])
 
 
 def exporters() -> dict[str, str]:
@@ -440,7 +437,6 @@ def file_format() -> str:
         ("The data directory", bridge.streams),
         ("Format versions", formats),
         ("Names", layout),
-        ("Encryption", encryption),
         ("Exported objects", objectkeys),
         ("What filters leave out of an object", filtered),
     ):
@@ -448,6 +444,7 @@ def file_format() -> str:
     inside = (
         ("the clock", clock),
         ("segments and indexes", segment),
+        ("encryption: frames and `keys/`", encryption),
         ("definitions", meta),
         ("drops", drops),
         ("export positions", cursor),
@@ -635,7 +632,7 @@ def _client_type(kind: Any) -> str:
 def metric_list() -> str:
     """The metrics of /metrics."""
     rows = [
-        f"| `streambridge_{m.name}` | {m.kind} | {' '.join(f'`{label}`' for label in m.labels)} | {m.help} |"
+        f"| `streambridge_{m.name}` | {' '.join(f'`{label}`' for label in m.labels)} | {m.help} |"
         for m in metrics.METRICS.values()
     ]
     return "\n\n".join(
@@ -643,11 +640,12 @@ def metric_list() -> str:
             "# Metrics",
             "`GET /metrics` on `[http] listen` returns these in the text format of Prometheus. "
             "[Monitor](../howto/monitoring.md) has a scrape configuration, alerts and a dashboard.",
+            "Names in `_total` are counters, all others gauges. "
             "Counters start at zero when the service starts, unless their text says otherwise. A `reason` "
             "appears with the first message that it counts. `front_end` is the interface that clients use, "
             "`mqtt`, `greengrass` or `firehose`. The usual `process_*` metrics are available too: CPU, "
             "memory, start time, descriptors.",
-            "| metric | type | labels | meaning |\n|---|---|---|---|\n" + "\n".join(rows),
+            "| metric | labels | meaning |\n|---|---|---|\n" + "\n".join(rows),
         ]
     )
 
