@@ -182,12 +182,11 @@ def architecture() -> dict[str, str]:
 
 
 def contract() -> dict[str, str]:
-    """The page about plugins: what the contract suite asks of its heirs, its tests and its functions."""
+    """The page about plugins: what the contract suite asks of its heirs, and its functions."""
     source = inspect.getsource(testing)
     tree = ast.parse(source)
     (suite,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
     yours = ["| name | meaning | default |", "|---|---|---|"]
-    tests = ["| test | |", "|---|---|"]
     for node in suite.body:
         if isinstance(node, ast.AnnAssign):
             line = source.splitlines()[node.lineno - 1]
@@ -196,9 +195,7 @@ def contract() -> dict[str, str]:
             yours.append(f"| `{ast.unparse(node.target)}` | {meaning} | {default} |")
         elif isinstance(node, ast.FunctionDef):
             text = " ".join((ast.get_docstring(node) or "").split())
-            if node.name.startswith("test_"):
-                tests.append(f"| `{node.name}` | {text} |")
-            else:
+            if not node.name.startswith("test_"):
                 is_required = any(isinstance(inner, ast.Raise) for inner in node.body)
                 default = "required" if is_required else _default_of(node)
                 yours.append(f"| `{node.name}({_arguments(node)})` | {text} | {default} |")
@@ -208,7 +205,7 @@ def contract() -> dict[str, str]:
             text = " ".join((ast.get_docstring(node) or "").split())
             functions.append(f"| `{node.name}({_arguments(node)})` | {text} |")
     page = (ROOT / "docs" / "plugins.md").read_text()
-    for name, rows in (("yours", yours), ("tests", tests), ("functions", functions)):
+    for name, rows in (("yours", yours), ("functions", functions)):
         page = _between(page, f"contract-{name}", "\n".join(rows))
     return {"plugins.md": page}
 
