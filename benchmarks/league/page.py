@@ -78,13 +78,12 @@ KINDS = """\
 What the results do not show:
 
 * No real machine lost its power, so no disk lied about a sync, and a loop device reorders less than a disk
-  may. A 0 means only that this run lost nothing. Other work ran on the machine, so some loads are small.
-* The rates are rough: one connection that waits for each group of 100, the best of three turns over all
-  servers. They show what a setting costs, not how fast a server can be: [Results](../benchmarks/results.md).
+  may. A 0 means only that this run lost nothing.
+* The rates are rough, the best of three turns: they show what a setting costs, not how fast a server can be
+  ([Results](../benchmarks/results.md)).
 * streambridge writes messages that arrive together as one record with one checksum. A flipped bit costs the
   whole record, and is reported.
-* Mosquitto replaces `mosquitto.db` as a whole, so a power cut does not cut it off. The last column shows
-  what happens if it is cut off for another reason.
+* Mosquitto replaces `mosquitto.db` as a whole, so a power cut does not cut it off.
 * From Mosquitto and RabbitMQ, the messages are read by a session or a consumer. From the others, they are
   read where they are stored.
 
