@@ -77,11 +77,19 @@ def command_line() -> str:
     return "\n\n".join(parts)
 
 
+ARGUMENT = re.compile(r"^  [A-Z][A-Z/=]+ {2,}\S.*\n(?: {4,}\S.*\n)*", re.MULTILINE)
 OPTION = re.compile(r"^  (-[^ ].*?)(?:  +(.*\n(?: {12,}.*\n)*)|\n)", re.MULTILINE)
 
 
 def _without(text: str, seen: dict[str, set[str]]) -> str:
-    """A help in which options that an earlier one has explained in the same words are only named."""
+    """A help in which what an earlier one has explained in the same words is only named."""
+
+    def argument(one: re.Match[str]) -> str:
+        words = " ".join(one[0].split())
+        return "" if words in seen else seen.setdefault(words, set()) or one[0]
+
+    text = ARGUMENT.sub(argument, f"{text}\n")
+    text = re.sub(r"^Arguments:\n\n", "", text, flags=re.MULTILINE).rstrip()
     head, found, rest = f"{text}\n".partition("\nOptions:\n")
     if not found:
         return text
@@ -139,17 +147,15 @@ def configuration() -> str:
             name = re.match(r"\[([\w.]+)\]", text)[1]  # type: ignore[index]
             found.append(f"## {name}\n\n```toml\n{(before + body).strip()}\n```")
         before = comment
-    reloaded = "\n".join(f"* `{key}`" for key in sorted({*settings.RELOADED, "streams", "upstream"}))
+    reloaded = ", ".join(f"`{key}`" for key in sorted({*settings.RELOADED, "streams", "upstream"})) + "."
     return "\n\n".join(
         [
             "# Configuration",
             "This is `config/streambridge.toml`, section by section.",
             _markdown(intro),
-            "SIGHUP makes a running service read the file again. A mistake in it is logged and changes "
-            "nothing. After a mistake in a users file, in a certificate or in a file of an upstream, or if "
-            "an address is not available, the old listeners, users, rules, certificates and upstreams stay "
-            "in force. The following settings are applied at once. Any other change is logged as pending "
-            "until a restart:",
+            "SIGHUP makes a running service read the file again. A mistake in it, or an address that is not "
+            "available, is logged and changes nothing; of a broken file that it names, the last good content "
+            "holds. These settings are applied at once; any other change waits for a restart:",
             reloaded,
             *found,
         ]
