@@ -86,7 +86,10 @@ def _without(text: str, seen: dict[str, set[str]]) -> str:
 
     def argument(one: re.Match[str]) -> str:
         words = " ".join(one[0].split())
-        return "" if words in seen else seen.setdefault(words, set()) or one[0]
+        if words in seen:
+            return ""
+        seen[words] = set()
+        return one[0]
 
     text = ARGUMENT.sub(argument, f"{text}\n")
     text = re.sub(r"^Arguments:\n\n", "", text, flags=re.MULTILINE).rstrip()
@@ -301,7 +304,7 @@ def _exporter(exporter: type[bridge.Exporter]) -> str:
         ("seconds without progress before it counts as hung", exporter.timeout),
     ]
     table = "| limit | |\n|---|---|\n" + "\n".join(
-        f"| {what} | {f'{limit:,.0f}' if limit else 'none'} |" for what, limit in rows
+        f"| {what} | {limit:,.0f} |" for what, limit in rows if limit
     )
     base = BatchedConfig if issubclass(config, BatchedConfig) else ExportConfig
     aws = {"endpoint_url", "region"} if issubclass(config, AwsConfig | AwsBatchedConfig) else set()
