@@ -384,7 +384,7 @@ def _type(kind: Any) -> str:
     return names.get(kind, str(getattr(kind, "__name__", kind)))
 
 
-_UNITS = {Means.BYTES: 'bytes (or `"64KiB"`)', Means.MILLIS: 'milliseconds (or `"1.5s"`)'}
+_UNITS = {Means.BYTES: "bytes", Means.MILLIS: "milliseconds"}
 
 
 def _bounds(limit: msgspec.Meta) -> str:
