@@ -520,7 +520,9 @@ def _class(name: str, thing: Any) -> Iterator[str]:
     tree = ast.parse(source).body[0]
     assert isinstance(tree, ast.ClassDef)
     fields = [str(ast.get_source_segment(source, n)) for n in tree.body if isinstance(n, ast.AnnAssign)]
-    if fields:
+    if issubclass(thing, ExportConfig):
+        yield "[Its options](../exporters/README.md)."
+    elif fields:
         yield "```python\n" + "\n".join(fields) + "\n```"
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):

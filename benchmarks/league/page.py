@@ -62,16 +62,13 @@ KINDS = """\
 ## The faults
 
 * **SIGKILL**: the server and all its processes are killed after 2 to 3 s of load.
-* **Power cut**: the data is on a separate file system on a loop device, which is synced once before the
-  load. After 2.2 to 3.4 s of load, the file system is shut down without writing its journal
-  (`FS_IOC_SHUTDOWN`), so nothing reaches the disk any more. Then a copy of that disk is mounted.
-* **Failing syncs**: under load, `strace` makes every `fsync`, `fdatasync`, `msync`, `sync_file_range` and
-  `syncfs` fail with EIO. The power is cut 2 s later (ext4). A server that continues to acknowledge loses
-  these messages.
+* **Power cut**: after 2.2 to 3.4 s of load, the file system of the data, on a loop device, is shut down
+  without writing its journal (`FS_IOC_SHUTDOWN`). Then a copy of that disk is mounted.
+* **Failing syncs**: under load, `strace` makes every sync fail with EIO. The power is cut 2 s later (ext4). A
+  server that continues to acknowledge loses these messages.
 * **Full disk**: under load, another program takes all remaining space. After 2 s the server is killed and
   started on the full disk. Then space is freed, and the server is started again.
-* **One bit flipped**: after SIGKILL, one bit is flipped in a stored message or anywhere in the server's
-  files, in turn. Each trial has its own copy.
+* **One bit flipped**: after SIGKILL, one bit is flipped in a stored message or anywhere in the files.
 * **Newest file cut**: after SIGKILL, the file with the newest message is cut in the middle of that message.
   The question is which other messages are lost.
 
