@@ -51,11 +51,11 @@ Each server runs as a single node, without the replication that some of them nee
 python -m benchmarks.league --mosquitto DIRECTORY --nats PATH   # as root; --help says more
 ```
 
-[league.json](league.json) has every trial, and the configuration of each server. A cell shows the **lost**
-messages of all acknowledged ones, over all trials of that fault; for bit flips and cut files, it shows the
-trial with the largest loss. *No start*: the server did not start within 90 s, or its messages could not be
-read within another 30 s. *Wrong* counts messages with bytes that nobody has sent, and *twice* those that were
-read more than once.
+[league.json](league.json) has every trial, its date, and the configuration of each server. A cell shows the
+**lost** messages of all acknowledged ones, over all trials of that fault; for bit flips and cut files, it
+shows the trial with the largest loss. *No start*: the server did not start within 90 s, or its messages could
+not be read within another 30 s. *Wrong* counts messages with bytes that nobody has sent, and *twice* those
+that were read more than once.
 
 """
 KINDS = """\
@@ -95,7 +95,7 @@ def write(raw: dict[str, Any]) -> None:
     """Make the page and the README's part; `raw` is what is in `league.json`."""
     parts = [HEAD, _table(raw, tuple(FAULTS)), "\n\n", KINDS]
     for name, row in raw.items():
-        version = "not run here" if row["missing"] else f"{row['version']}, {row['date']}"
+        version = "not run here" if row["missing"] else row["version"]
         parts.append(f"| {name} | {version} | {row['promise']} |\n")
     PAGE.write_text("".join(parts))
     some = _table({name: raw[name] for name in SOME if name in raw}, CUT)
@@ -147,4 +147,5 @@ def _cell(fault: str, trials: Trials) -> str:
 
 
 def _lost(lost: int, acknowledged: int) -> str:
-    return f"**{lost:,}** of {acknowledged:,}" if lost else "0"
+    whole = f"**all {lost:,}**" if lost == acknowledged else f"**{lost:,}** of {acknowledged:,}"
+    return whole if lost else "0"

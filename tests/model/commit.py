@@ -706,17 +706,3 @@ class Commit:
             new.numbers[: len(old.numbers)] == old.numbers
             for old, new in zip(before.logs, after.logs, strict=True)
         )
-
-
-def place(state: State) -> str:
-    """How far the first message is on its way into stream A."""
-    log, sent = state.logs[A], state.client[0]
-    if sent is Sent.DONE:
-        return "done"
-    if sent in (Sent.RECEIVED, Sent.RELEASING):
-        return "acknowledged"
-    if 0 in log.numbers:
-        return "stored"
-    if 0 in log.flight:
-        return "in_flight"
-    return "pending" if 0 in log.pending else "at_the_client"

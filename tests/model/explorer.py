@@ -150,25 +150,3 @@ def never_taken(model: Model[S], explored: Sequence[Explored]) -> list[str]:
     """Return the transitions that none of these explorations took."""
     taken = sum((one.taken for one in explored), Counter[str]())
     return [transition.name for transition in model.transitions if not taken[transition.name]]
-
-
-def drawn(model: Model[S], crashes: int, view: Callable[[S], str]) -> dict[tuple[str, str], list[str]]:
-    """Return the transitions that lead from one view of a state to another, for a figure of the model."""
-    seen = {(state, 0) for state in model.begins()}
-    waiting, found = list(seen), dict[tuple[str, str], list[str]]()
-    while waiting:
-        state, used = waiting.pop()
-        for transition in model.transitions:
-            if transition.crash and used == crashes:
-                continue
-            for _, after in transition.steps(state):
-                node = after, used + transition.crash
-                if node not in seen:
-                    seen.add(node)
-                    waiting.append(node)
-                if (here := view(state)) != (there := view(after)):
-                    names = found.setdefault((here, there), [])
-                    if transition.name not in names:
-                        names.append(transition.name)
-    order = [transition.name for transition in model.transitions]
-    return {pair: sorted(found[pair], key=order.index) for pair in sorted(found)}

@@ -539,15 +539,3 @@ def _no_overlap(export: Export) -> bool:
         return True
     parts = sorted((one.first, one.last) for one in export.objects)
     return all(left[1] < right[0] for left, right in pairwise(parts))
-
-
-def stage(state: State) -> str:
-    """The stage of the batch of stream A."""
-    export = state.exports[0]
-    if export.sending:
-        return "accepted" if export.sending in export.objects else "sent"
-    if not export.cursor.planned:
-        return "idle"
-    if export.cursor != export.disk:
-        return "planned"
-    return "in_doubt" if export.doubtful else "fixed"

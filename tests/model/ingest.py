@@ -429,8 +429,3 @@ def _again(driver: Driver) -> Driver:
 
 def _messages(mask: int) -> list[int]:
     return [message for message in range(3) if mask & 1 << message]
-
-
-def phase(state: State) -> str:
-    """The phase of the only run."""
-    return state.drivers[0].phase.name.lower()
