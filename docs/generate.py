@@ -470,7 +470,7 @@ def hooks() -> str:
         if isinstance(node, ast.FunctionDef):
             parts += [f"### {node.name}", _signature(node), _prose(ast.get_docstring(node) or "")]
     parts += ["## What a plugin imports", "Import all of these from `bridge`."]
-    for name in sorted({*bridge.__all__} - {*TYPES}, key=str.lower):
+    for name in sorted((name for name in bridge.__all__ if name not in TYPES), key=str.lower):
         parts += [f"### {name}", *_class(name, getattr(bridge, name))]
     types = [f"| `{name}` | {meaning} |" for name, meaning in TYPES.items()]
     parts += ["### Types of settings", "\n".join(["| type | of |", "|---|---|", *types])]
