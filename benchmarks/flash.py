@@ -44,7 +44,7 @@ TOGETHER = 3
 EXPORT = """\
 [[streams.bench.export.http]]
 identifier = "web"
-uri = "{uri}"
+endpoint_url = "{url}"
 """
 
 
@@ -195,7 +195,7 @@ def systems(web: Web) -> dict[str, Contender | float]:
             found[contender.name] = contender
         if contender.name.startswith("streambridge"):
             name = contender.name + ", http export"
-            config = contender.config + EXPORT.format(uri=web.url)
+            config = contender.config + EXPORT.format(url=web.url)
             found[name] = contender._replace(name=name, config=config)
     return found | {"SQLite, 1 s": 1.0, "SQLite, each": 0.0}
 

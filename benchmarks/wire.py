@@ -204,7 +204,9 @@ def records(made: Made, minutes: int) -> list[Record]:
 def reduced(rows: list[Record], rule: dict[str, Any]) -> list[Record]:
     """What the rule leaves."""
     registry = discovery.load()
-    config = registry.config("http", {"identifier": "x", "uri": "http://127.0.0.1/", "reduce": [rule]})
+    config = registry.config(
+        "http", {"identifier": "x", "endpointUrl": "http://127.0.0.1/", "reduce": [rule]}
+    )
     found = registry.hook.transform_records(
         records=rows, stream="plant", kind="http", config=config, state=TransformState()
     )
@@ -243,8 +245,8 @@ def batches(
 def where(kind: str, url: str) -> dict[str, str]:
     """The option that names a destination."""
     if kind == "mqtt":
-        return {"url": url.replace("http:", "mqtt:")}
-    return {"uri": f"{url}/in"} if kind == "http" else {"endpointUrl": url}
+        return {"endpointUrl": url.replace("http:", "mqtt:")}
+    return {"endpointUrl": f"{url}/in" if kind == "http" else url}
 
 
 def count(

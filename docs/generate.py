@@ -32,6 +32,7 @@ from bridge import clock, encryption, filtered, objectkeys  # noqa: E402
 from bridge.cli import app  # noqa: E402
 from bridge.client.base import Data  # noqa: E402
 from bridge.config import settings  # noqa: E402
+from bridge.config.tomlstruct import former_keys  # noqa: E402
 from bridge.consumers import journal as consumer_journal  # noqa: E402
 from bridge.export import cursor  # noqa: E402
 from bridge.http import metrics  # noqa: E402
@@ -337,8 +338,9 @@ def _inherited(struct: type[msgspec.Struct]) -> set[str]:
 
 def _fields(struct: type[msgspec.Struct], leave_out: set[str]) -> str:
     rows = ["| key | type | default |", "|---|---|---|"]
+    former = {key: f" (formerly `{old}`)" for old, key in former_keys(struct).items()}
     rows += [
-        f"| `{field.name}` | {_type(field.type)} | {_default(field)} |"
+        f"| `{field.name}`{former.get(field.name, '')} | {_type(field.type)} | {_default(field)} |"
         for field in msgspec.structs.fields(struct)
         if field.name not in leave_out
     ]

@@ -1,4 +1,4 @@
-"""Exporter `http`: POST to a URI.
+"""Exporter `http`: POST to a URL.
 
 `record` defines what is sent for a message, by default its payload; see `bridge.plugin.records`.
 `exportFormat` 0, RAW_NOT_BATCHED: one request per message. 1, JSON_BATCHED: one request per batch, with a
@@ -63,9 +63,9 @@ class ExportFormat(IntEnum):
 
 
 class HttpConfig(BatchedConfig, kw_only=True, frozen=True):
-    """The SDK's HTTPConfig, with extensions."""
+    """The SDK's HTTPConfig, with extensions. Its `uri` is the former name of `endpoint_url`."""
 
-    uri: Endpoint
+    endpoint_url: Endpoint = msgspec.field(name="uri")
     batch_size: Annotated[int, Meta(ge=1, le=500)] | None = None
     export_format: ExportFormat = ExportFormat.RAW_NOT_BATCHED
     headers: dict[str, str] = msgspec.field(default_factory=dict)
@@ -79,7 +79,7 @@ class HttpConfig(BatchedConfig, kw_only=True, frozen=True):
 
 
 class HttpExporter(Exporter):
-    """Exports one stream to one URI."""
+    """Exports one stream to one URL."""
 
     kind: ClassVar[str] = "http"
     Config: ClassVar[type[ExportConfig]] = HttpConfig
@@ -105,7 +105,7 @@ class HttpExporter(Exporter):
         # Head and body are two writes. Without this, the second waits 40 ms for the ACK of the first.
         no_delay: Any = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)]
         certificate = (config.cert_file, config.key_file) if config.cert_file and config.key_file else None
-        proxies = get_environ_proxies(config.uri)
+        proxies = get_environ_proxies(config.endpoint_url)
         self._session = context.session(
             verify=verify,
             proxies=proxies,
@@ -117,12 +117,12 @@ class HttpExporter(Exporter):
     @classmethod
     def check(cls, config: HttpConfig) -> None:
         try:
-            parts = urlsplit(config.uri)
+            parts = urlsplit(config.endpoint_url)
             good = bool(parts.hostname) and parts.port != 0
         except ValueError:
             good = False
         if not good:
-            raise ValueError("uri: it is not like https://host:8443/path")
+            raise ValueError("endpointUrl: it is not like https://host:8443/path")
         encoder = RecordEncoder(config.record)
         if config.export_format is ExportFormat.JSON_BATCHED and encoder.content_type == TEXT:
             raise ValueError("record: the template makes text, and exportFormat 1 needs JSON or CBOR")
@@ -197,13 +197,13 @@ class HttpExporter(Exporter):
         from botocore.awsrequest import AWSRequest
         from botocore.exceptions import BotoCoreError
 
-        request = AWSRequest(method, self.config.uri, headers=headers, data=Body(body, self.context))
+        request = AWSRequest(method, self.config.endpoint_url, headers=headers, data=Body(body, self.context))
         try:
             response = self._session.send(request.prepare())
             response.content  # noqa: B018 - reads it
         except BotoCoreError as error:
             unsent = is_unsent(error)
-            text = cause(error) + ("; see uri" if unsent else "")
+            text = cause(error) + ("; see endpoint_url" if unsent else "")
             if hint := remedy(error, "caFile of the export", "HTTPS_PROXY of the service's environment"):
                 text += f"; {hint}"
             raise Retry(text, unsent=unsent, cut=is_cut(error)) from error
@@ -217,7 +217,7 @@ class HttpExporter(Exporter):
         answer = response.content[:200]
         if not 200 <= response.status_code < 300:
             # The client that chose this server may read the reason, so it must not contain the response.
-            reason = f"{self.config.uri} answered {response.status_code}"
+            reason = f"{self.config.endpoint_url} answered {response.status_code}"
             self.context.log.info("%s: %r", reason, answer)
             if response.status_code == NO_SUCH_ENCODING and self.config.compression:
                 raise Retry(f"{reason}: it may not take gzip; remove compression from the export")

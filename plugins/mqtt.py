@@ -110,9 +110,9 @@ AWS_BURST = 0.05  # seconds of both
 
 
 class MqttConfig(BatchedConfig, kw_only=True, frozen=True):
-    """The broker, and how to publish there."""
+    """The broker, and how to publish there. `url` is the former name of `endpoint_url`."""
 
-    url: BrokerUrl
+    endpoint_url: BrokerUrl = msgspec.field(name="url")
     batch_size: Annotated[int, Meta(ge=1, le=RECORDS)] | None = None
     protocol: Literal["3.1.1", "5"] = "5"
     client_id: Annotated[str, Meta(min_length=1, max_length=LONGEST)] | None = None
@@ -137,7 +137,7 @@ class MqttConfig(BatchedConfig, kw_only=True, frozen=True):
     @property
     def aws(self) -> bool:
         """Whether the limits of AWS IoT Core apply."""
-        found = AWS_HOST.search(host_and_port(self.url)[0]) is not None
+        found = AWS_HOST.search(host_and_port(self.endpoint_url)[0]) is not None
         return found if self.aws_iot_core is None else self.aws_iot_core
 
 
@@ -306,13 +306,13 @@ class MqttExporter(Exporter):
 
     def _target(self) -> Target:
         config = self.config
-        host, port = host_and_port(config.url)
+        host, port = host_and_port(config.endpoint_url)
         try:
             password, tls = read_password(config.password_file, named), _tls(config)
         except ValueError as error:
             raise Retry(str(error), unsent=True) from error
         return Target(
-            url=config.url,
+            url=config.endpoint_url,
             host=host,
             port=port,
             v5=self._v5,
@@ -469,7 +469,7 @@ def _message_id(batch: Batch, record: Record, repeated: int) -> str:
 def _tls(config: MqttConfig) -> ssl.SSLContext | None:
     """Raises ValueError."""
     return tls_context(
-        config.url,
+        config.endpoint_url,
         named,
         ca=config.ca_file,
         cert=config.cert_file,
@@ -482,16 +482,18 @@ def _tls(config: MqttConfig) -> ssl.SSLContext | None:
 def _mistakes(config: MqttConfig) -> list[tuple[str, str]]:
     """Return the keys with mistakes, each with a description."""
     found = []
-    if mistake := url_mistake(config.url):
-        found.append(("url", mistake))
-    elif not is_secure(config.url):
+    if mistake := url_mistake(config.endpoint_url):
+        found.append(("endpointUrl", mistake))
+    elif not is_secure(config.endpoint_url):
         given = {
             "caFile": config.ca_file,
             "certFile": config.cert_file,
             "keyFile": config.key_file,
             "alpn": config.alpn,
         }
-        found += [(key, "it needs TLS: write url as mqtts://host") for key, value in given.items() if value]
+        found += [
+            (key, "it needs TLS: write endpointUrl as mqtts://host") for key, value in given.items() if value
+        ]
     if config.key_file is not None and config.cert_file is None:
         found.append(("keyFile", "it needs certFile"))
     if config.password_file is not None and config.username is None:

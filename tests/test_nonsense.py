@@ -21,7 +21,7 @@ CONFIG = """
 topics = ["s/#"]
 [[streams.s.export.http]]
 identifier = "e"
-uri = "http://127.0.0.1:1/"
+endpoint_url = "http://127.0.0.1:1/"
 [[streams.s.export.consumer]]
 identifier = "c"
 """

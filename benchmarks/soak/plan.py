@@ -66,8 +66,8 @@ limits = {{ max_messages = {KEPT}, max_messages_per_topic = {KEPT_PER_TOPIC} }}
 OTHERS = {
     "kinesis": 'kinesis_stream_name = "soak"\npartition_key = "{topic}"\nendpoint_url = "%s"\n',
     "firehose": 'delivery_stream_name = "soak"\npack_bytes = 20000\nendpoint_url = "%s"\n',
-    "http": 'uri = "%s/in"\nexport_format = 1\ntimeout_millis = 5000\n',
-    "mqtt": 'url = "%s"\ntimeout_millis = 5000\n',
+    "http": 'endpoint_url = "%s/in"\nexport_format = 1\ntimeout_millis = 5000\n',
+    "mqtt": 'endpoint_url = "%s"\ntimeout_millis = 5000\n',
 }
 # Options of some of them: every message still arrives, but as something else.
 OPTIONS = {

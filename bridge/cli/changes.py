@@ -27,10 +27,12 @@ from bridge.cli.options import (
     complete_export,
     known_config,
 )
-from bridge.config.settings import DEFAULT_CONFIG, RENAMED, explained, stream_definition, wire_name
+from bridge.config.settings import DEFAULT_CONFIG, RENAMED, explained, stream_definition
 from bridge.config.tomlstruct import keys_of, snake
 from bridge.errors import InvalidDefinition, InvalidRequest, StreamBridgeError
 from bridge.model import MessageStreamDefinition, identifiers
+from bridge.plugin import discovery
+from bridge.settingtypes import second_names, wire_name
 from bridge.streams.segment import StreamMessage
 from bridge.units import parse_duration
 
@@ -181,13 +183,17 @@ def _with_export(
     read = stream_definition(old.name, {"export": {kind: [table]}}, target.plugin_dirs)
     (given,) = read.export_definition[kind]
     config = definition[kind][number]
-    unset = [key for key in reset if wire_name(key) not in config]
+    exporter = discovery.load(target.plugin_dirs).exporters.get(kind)
+    second = second_names(exporter.Config) if exporter is not None else {}
+    without = {second.get(wire_name(key), wire_name(key)): key for key in reset}
+    unset = [key for stored, key in without.items() if stored not in config]
     if unset:
-        set_ = ", ".join(snake(key) for key in config if key != "identifier")
+        first = {stored: name for name, stored in second.items()}
+        set_ = ", ".join(snake(first.get(key, key)) for key in config if key != "identifier")
         raise typer.BadParameter(
             f"--reset {unset[0]}: {export} does not set it; it sets: {set_ or 'nothing'}"
         )
-    without = {wire_name(key) for key in reset}
+    without |= {second[key]: key for key in given if key in second}  # which is given by its other name
     kept = {key: value for key, value in config.items() if key not in without}
     for key, value in given.items():
         inside = isinstance(value, dict) and key not in {wire_name(one) for one in whole}

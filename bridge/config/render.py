@@ -21,7 +21,7 @@ from bridge.config.tomlstruct import dotted, keys_of, snake, struct_in, unit_of
 from bridge.enums import named
 from bridge.model import MessageStreamDefinition, segment_for
 from bridge.plugin.api import Exporter
-from bridge.settingtypes import Bytes
+from bridge.settingtypes import Bytes, second_names
 from bridge.units import DURATIONS, SIZES, parse_duration, parse_size
 
 NOT_SETTINGS = ("name", "export_definition", "delivery")  # the last is the Firehose API's alone
@@ -37,7 +37,9 @@ def stream_table(definition: MessageStreamDefinition, exporters: Exporters) -> s
         struct = exporters[kind].Config if kind in exporters else None
         for config in configs:
             lines += ["", f"[[streams.{name}.export.{dotted((kind,))}]]"]
-            lines += [f"{_key(snake(key))} = {text}" for key, text in _export(struct, config)]
+            first = {} if struct is None else {stored: name for name, stored in second_names(struct).items()}
+            options = _export(struct, config)
+            lines += [f"{_key(snake(first.get(key, key)))} = {text}" for key, text in options]
     return "\n".join(lines) + "\n"
 
 

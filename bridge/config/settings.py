@@ -49,7 +49,7 @@ from bridge.plugin import discovery
 from bridge.plugin.api import Exporter
 from bridge.plugin.auth import AuthOptions
 from bridge.plugin.aws import AwsSettings
-from bridge.settingtypes import Means, Millis, meanings
+from bridge.settingtypes import Means, Millis, meanings, wire_name
 
 DEFAULT_CONFIG = Path("/etc/streambridge/streambridge.toml")
 
@@ -452,12 +452,6 @@ def _export(
         if here not in reader.broken:
             wire[name] = value
     return wire
-
-
-def wire_name(key: str) -> str:
-    """The key on the wire of an export's TOML key: `time_hint_millis` is `timeHintMillis`."""
-    word, *words = key.split("_")
-    return word + "".join(map(str.capitalize, words))
 
 
 def is_map(kind: Any) -> bool:

@@ -31,7 +31,7 @@ from bridge.errors import StreamBridgeError
 from bridge.model import MAX_INT64, MAX_MILLIS, mistake
 from bridge.plugin.failures import failed
 from bridge.printable import without_credentials
-from bridge.settingtypes import Bytes, Means, Millis, meanings
+from bridge.settingtypes import Bytes, Means, Millis, meanings, second_names
 
 # No setting is a secret: secrets are in files. This is for unknown keys, which have no type.
 _SECRET = re.compile(r"(^|_)(password|secret|token)(_key)?$")
@@ -52,6 +52,12 @@ def keys_of(cls: type[Struct], renamed: Mapping[str, str] = {}) -> dict[str, msg
 def fields_of(cls: type[Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
     """The fields of a struct. msgspec evaluates the annotations in each call, which takes 2 ms."""
     return msgspec.structs.fields(cls)
+
+
+@cache
+def former_keys(options: type[Struct]) -> dict[str, str]:
+    """The former keys of an export's options, with those of today."""
+    return {snake(stored): snake(name) for name, stored in second_names(options).items()}
 
 
 class Reader:
@@ -120,10 +126,14 @@ class Reader:
         if self._full_names:
             renamed = {name: name for name in cls.__struct_fields__}
         fields = {key: field for key, field in keys_of(cls, renamed).items() if field.name not in fixed}
+        former = former_keys(cls) if self._full_names else {}
         values = dict(fixed)
         for key, raw in table.items():
-            field = fields.get(key)
+            field = fields.get(former.get(key, key))
             if (*keys, key) in self._reported:
+                continue
+            if former.get(key) in table:
+                self.problem((*keys, key), f"the former name of `{former[key]}`; remove one of the two")
                 continue
             if field is None:
                 inside = [
@@ -132,6 +142,9 @@ class Reader:
                     for part in (one.type, *typing.get_args(one.type))
                     if isinstance(part, type) and issubclass(part, Struct) and key in keys_of(part, renamed)
                 ]
+                for near in difflib.get_close_matches(key, former, n=1):
+                    inside.append(f"`{former[near]}`")
+                    self.broken.add((*keys, former[near]))  # that one was meant
                 if key == "max_age" and "time_to_live" in fields:
                     inside.append("`time_to_live` (whole segments)")
                 self.unknown((*keys, key), fields, inside)
@@ -141,7 +154,8 @@ class Reader:
                 if len(self.problems) == before or self._is_kept(value):
                     values[field.name] = value
         for key, field in fields.items():
-            if field.required and key not in table and (*keys, key) not in self.broken:
+            given = key in table or any(new == key and old in table for old, new in former.items())
+            if field.required and not given and (*keys, key) not in self.broken:
                 _, container = struct_in(field.type) or (None, None)
                 add = f"[[{re.sub(r'.[0-9]+.', '', dotted(keys))}.{key}]]" if container else f"{key} = ..."
                 self.problem(keys, f"`{key}` is missing; add {add}")

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 def checked(raw: Mapping[str, Any] | MessageStreamDefinition, registry: Registry) -> MessageStreamDefinition:
     """Read and validate a definition from the wire; raises InvalidDefinition.
 
-    Enums may be given by name; the definition that is returned, and stored, has their numbers.
+    Enums may be given by name, and options by either name; what is returned is as it is stored.
     """
     if isinstance(raw, MessageStreamDefinition):
         definition = raw
@@ -47,7 +47,7 @@ def checked(raw: Mapping[str, Any] | MessageStreamDefinition, registry: Registry
         raise found
     exports = definition.export_definition
     registry.check(exports)
-    return msgspec.structs.replace(definition, export_definition=registry.numbered(exports))
+    return msgspec.structs.replace(definition, export_definition=registry.stored(exports))
 
 
 def without_secrets(definition: MessageStreamDefinition) -> MessageStreamDefinition:

@@ -28,8 +28,8 @@ class Allow(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     kinds           kinds of exporters
     endpoints       destinations other than AWS: https://host, with another port https://host:8443, or a
                     bare host for https; `*.example.com` allows all hosts below it. The list applies to
-                    `endpointUrl` of any exporter, to `uri` of kind http, and to `url` of kind mqtt
-                    (mqtts://host, which is port 8883)
+                    `endpoint_url` of exporters of all kinds; for kind mqtt, it has mqtts://host, which is
+                    port 8883
     buckets         S3 buckets, also of upload tasks; `*` stands for any characters
     directories     upload tasks may name files in and below these directories
 

@@ -41,7 +41,7 @@ from bridge.plugin.allow import Allow
 from bridge.plugin.failures import failed
 from bridge.plugin.link import UNLIMITED, Link
 from bridge.plugin.reduction import Reduction, check_effects, encoded
-from bridge.settingtypes import Endpoint, Millis
+from bridge.settingtypes import Endpoint, Millis, as_stored
 from bridge.topics import filter_mistake
 
 
@@ -481,7 +481,7 @@ def convert_config(exporter: type[Exporter], raw: Mapping[str, Any]) -> Any:
 
 
 def _converted(exporter: type[Exporter], raw: Mapping[str, Any]) -> Any:
-    config = msgspec.convert(raw, exporter.Config)
+    config = msgspec.convert(as_stored(exporter.Config, raw), exporter.Config)
     for key, topics in (("topics", config.topics), ("withheld", config.withheld)):
         for topic in topics:
             if (mistake := filter_mistake(topic)) is not None:

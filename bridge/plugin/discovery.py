@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
@@ -37,6 +38,7 @@ from bridge.plugin.consumer import ClientExporter
 from bridge.plugin.hooks import GROUP
 from bridge.plugin.mistakes import failure, hook_mistake
 from bridge.readable import foreign, is_directory
+from bridge.settingtypes import as_stored, second_names
 
 ExportDefinition = dict[str, list[dict[str, Any]]]
 
@@ -85,14 +87,18 @@ class Registry:
         cls = self.exporters.get(kind)
         if cls is None:
             raise InvalidDefinition(path, *self._unknown(kind))
+        options, stored = cls.Config, _stored(cls.Config, raw, path)
         try:
-            config: ExportConfig = convert_config(cls, enums.numbered(cls.Config, raw))
+            config: ExportConfig = convert_config(cls, stored)
         except msgspec.ValidationError as error:
             inner, what = mistake(error)
             remedy = _known_fields(what, cls) or enums.choices(cls.Config, inner)
-            raise InvalidDefinition((*path, *inner), what, remedy) from None
+            names = (_with_names(f"`{key}`", options, raw).strip("`") for key in inner[:1])
+            raise InvalidDefinition(
+                (*path, *names, *inner[1:]), _with_names(what, options, raw), remedy
+            ) from None
         except ValueError as error:
-            raise InvalidDefinition(path, str(error)) from None
+            raise InvalidDefinition(path, _with_names(str(error), options, raw)) from None
         return config
 
     def check(self, definition: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -101,20 +107,26 @@ class Registry:
             for number, raw in enumerate(configs):
                 self.config(kind, raw, ("exportDefinition", kind, number))
 
-    def numbered(self, definition: Mapping[str, Sequence[Mapping[str, Any]]]) -> ExportDefinition:
-        """The exports of a definition with their enums as numbers, as they are stored and sent."""
-        return self._each(enums.numbered, definition)
+    def stored(self, definition: Mapping[str, Sequence[Mapping[str, Any]]]) -> ExportDefinition:
+        """The exports of a definition as they are stored and sent: with enums as numbers, and one name each.
+
+        Raises InvalidDefinition for two names of one option.
+        """
+        return {
+            kind: [
+                _stored(self.exporters[kind].Config, raw, ("exportDefinition", kind, number))
+                if kind in self.exporters
+                else dict(raw)
+                for number, raw in enumerate(configs)
+            ]
+            for kind, configs in definition.items()
+        }
 
     def named(self, definition: Mapping[str, Sequence[Mapping[str, Any]]]) -> ExportDefinition:
         """The exports of a definition with their enums by name, for people."""
-        return self._each(enums.named, definition)
-
-    def _each(
-        self, change: Callable[..., dict[str, Any]], definition: Mapping[str, Sequence[Mapping[str, Any]]]
-    ) -> ExportDefinition:
         kinds = self.exporters
         return {
-            kind: [change(kinds[kind].Config, raw) if kind in kinds else dict(raw) for raw in configs]
+            kind: [enums.named(kinds[kind].Config, raw) if kind in kinds else dict(raw) for raw in configs]
             for kind, configs in definition.items()
         }
 
@@ -182,12 +194,34 @@ def _check_class(cls: object) -> None:
         raise PluginError(f"{cls.__name__}.timeout is {cls.timeout!r:.100}, not a number of seconds above 0")
 
 
+def _stored(options: type[Struct], raw: Mapping[str, Any], path: tuple[str | int, ...]) -> dict[str, Any]:
+    """One export as it is stored; raises InvalidDefinition for two names of one option."""
+    try:
+        return as_stored(options, enums.numbered(options, raw))
+    except ValueError as error:
+        raise InvalidDefinition(path, str(error)) from None
+
+
+def _with_names(what: str, options: type[Struct], raw: Mapping[str, Any]) -> str:
+    """A sentence with the name that a definition has for each option, or else the first of its two.
+
+    msgspec names an option as it is stored, an exporter by the first name.
+    """
+    for name, stored in second_names(options).items():
+        given = stored if stored in raw else name
+        what = re.sub(rf"`{stored}`", f"`{given}`", re.sub(rf"\b{name}\b", given, what))
+    return what
+
+
 def _known_fields(what: str, cls: type[Exporter]) -> str:
     if "unknown field" not in what:
         return ""
-    names = cls.Config.__struct_encode_fields__
-    near = difflib.get_close_matches(what.split("`")[1], names, n=1)
-    return f"did you mean `{near[0]}`?" if near else f"known fields: {', '.join(names)}"
+    first = {stored: name for name, stored in second_names(cls.Config).items()}
+    known = cls.Config.__struct_encode_fields__
+    near = difflib.get_close_matches(what.split("`")[1], (*known, *first.values()), n=1)
+    if near:
+        return f"did you mean `{first.get(near[0], near[0])}`?"
+    return f"known fields: {', '.join(first.get(name, name) for name in known)}"
 
 
 def load(directories: Iterable[str | Path] = ()) -> Registry:

@@ -46,6 +46,8 @@ POLL = 0.2  # seconds; how often the time-outs are looked at
 
 def named(key: str) -> str:
     """What a setting that `bridge.net.brokers` speaks of is called in the options of an exporter."""
+    if key == "url":
+        return "endpoint_url"
     return f"{key}_file" if key in ("ca", "cert", "key") else key
 
 

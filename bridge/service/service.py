@@ -370,7 +370,8 @@ class Service:
                 if delivery is not None and delivery.deleting:  # a declared stream is not deleted
                     delivery = msgspec.structs.replace(delivery, deleting=False)
                 definition = msgspec.structs.replace(definition, delivery=delivery)
-                if stored != definition:
+                exports = self._manager.registry.stored(definition.export_definition)
+                if stored != msgspec.structs.replace(definition, export_definition=exports):
                     self._manager.update(definition, among=config.streams)
                     log.info("stream updated", extra={"stream": name})
                     for change in changed_defaults(stored, definition):

@@ -113,7 +113,7 @@ def test_mistakes_of_the_text_are_errors_with_their_lines(path: Path) -> None:
 def test_a_misspelt_key_shows_no_credentials_of_a_url(path: Path) -> None:
     export = '[[streams.a.export.http]]\nidentifier = "x"\nurii = "http://ann:S3CR3T@host/in?token=S3CR3T"\n'
     found = "\n".join(check(path, f"[streams.a]\n{export}"))
-    assert 'urii = "http://host/in": unknown key; did you mean `uri`?' in found
+    assert 'urii = "http://host/in": unknown key; did you mean `endpoint_url`?' in found
     assert "S3CR3T" not in found
 
 
@@ -250,13 +250,13 @@ identifier = "three"
 
 @pytest.mark.parametrize("uri", ["http://[::1", "https://", "http://office.example:99999/a", "http:///a"])
 def test_a_uri_that_no_server_can_have_is_an_error(path: Path, uri: str) -> None:
-    (found,) = check(path, QUIET + f'[[streams.a.export.http]]\nidentifier = "x"\nuri = "{uri}"\n')
-    assert "x.toml:11: streams.a.export.http[0]: uri: " in found
+    (found,) = check(path, QUIET + f'[[streams.a.export.http]]\nidentifier = "x"\nendpoint_url = "{uri}"\n')
+    assert "x.toml:11: streams.a.export.http[0]: endpoint_url: " in found
     assert found.endswith("it is not like https://host:8443/path")
 
 
 def test_too_short_a_list_or_text_is_reported_with_its_length(path: Path) -> None:
-    export = '[[streams.a.export.http]]\nidentifier = "x"\nuri = "https://office.example/a"\n'
+    export = '[[streams.a.export.http]]\nidentifier = "x"\nendpoint_url = "https://office.example/a"\n'
     (line,) = check(path, QUIET + export + "[[streams.a.export.http.reduce]]\ntopics = []\n")
     assert line.endswith(".reduce[0].topics = []: must have at least 1 entry")
     (line,) = check(path, QUIET + export.replace('"x"', '""'))
@@ -264,7 +264,8 @@ def test_too_short_a_list_or_text_is_reported_with_its_length(path: Path) -> Non
 
 
 def test_an_enum_of_an_export_is_a_name_or_a_number_as_the_service_reads_it(path: Path) -> None:
-    export = '[[streams.a.export.http]]\nidentifier = "x"\nuri = "https://office.example/a"\nexport_format = '
+    export = '[[streams.a.export.http]]\nidentifier = "x"\nendpoint_url = "https://office.example/a"\n'
+    export += "export_format = "
     for right in ('"JSON_BATCHED"', "1"):
         assert check(path, QUIET + export + f"{right}\n") == []
     for wrong in ('"JSON"', "2", "true", "1.0"):
@@ -401,7 +402,9 @@ def test_stored_streams_are_checked_too(path: Path, fill: Fill) -> None:
 
 
 def test_a_disabled_export_that_holds_no_data_back_is_a_warning(path: Path) -> None:
-    export = '[[streams.a.export.http]]\nidentifier = "e"\nuri = "http://127.0.0.1:1/"\ndisabled = true\n'
+    export = (
+        '[[streams.a.export.http]]\nidentifier = "e"\nendpoint_url = "http://127.0.0.1:1/"\ndisabled = true\n'
+    )
     (line,) = check(path, QUIET + '[streams.a]\nretention = "exported"\n' + export)
     assert "streams.a.export.http[0].disabled: a disabled export does not hold data back" in line
     assert check(path, QUIET + '[streams.a]\nretention = "limits"\n' + export) == []
@@ -410,7 +413,7 @@ def test_a_disabled_export_that_holds_no_data_back_is_a_warning(path: Path) -> N
 def test_a_record_template_with_an_unknown_field_is_an_error(path: Path) -> None:
     export = """[[streams.a.export.http]]
 identifier = "e"
-uri = "http://127.0.0.1:1/"
+endpoint_url = "http://127.0.0.1:1/"
 record = '{"t":"{topik}"}'
 """
     (line,) = check(path, QUIET + "[streams.a]\n" + export)
@@ -544,7 +547,7 @@ def test_exports_without_credentials_are_a_warning(path: Path) -> None:
     assert check(path, QUIET + export, **known) == []
     del known["AWS_DEFAULT_REGION"]
     assert check(path, QUIET + export + 'region = "eu-west-1"\n', **known) == []
-    http = '[[streams.a.export.http]]\nidentifier = "x"\nuri = "http://127.0.0.1/"\n'
+    http = '[[streams.a.export.http]]\nidentifier = "x"\nendpoint_url = "http://127.0.0.1/"\n'
     assert check(path, QUIET + http) == []
 
 
@@ -895,7 +898,7 @@ endpoint_url = "http{{s}}://127.0.0.1:{{web}}"
 url = "mqtt{{s}}://127.0.0.1:{{broker}}"
 [[streams.a.export.http]]
 identifier = "x"
-uri = "http{{s}}://127.0.0.1:{{web}}/in"
+endpoint_url = "http{{s}}://127.0.0.1:{{web}}/in"
 """
     right, wrong = ("s", "") if secure else ("", "s")
     with (
@@ -909,7 +912,8 @@ uri = "http{{s}}://127.0.0.1:{{web}}/in"
     assert found == [
         f"error: x.toml:14: aws.endpoint_url: 127.0.0.1:{web} {speaks} http{right}://, {rest}",
         f"error: x.toml:16: mqtt.external.url: 127.0.0.1:{broker} {speaks} mqtt{right}://, {rest}",
-        f"error: x.toml:19: streams.a.export.http[0].uri: 127.0.0.1:{web} {speaks} http{right}://, {rest}",
+        f"error: x.toml:19: streams.a.export.http[0].endpoint_url: 127.0.0.1:{web} {speaks} "
+        f"http{right}://, {rest}",
     ]
     assert check(path, text.format(s=wrong, broker=broker, web=web)) == []  # nobody is there now
 
@@ -965,24 +969,24 @@ OUTLOOK = """
 max_size = "1MiB"
 [[streams.kept.export.http]]
 identifier = "lake"
-uri = "http://127.0.0.1:1/"
+endpoint_url = "http://127.0.0.1:1/"
 [streams.bare]
 [streams.ring]
 strategy_on_full = "OverwriteOldestData"
 max_size = "1MiB"
 [[streams.ring.export.http]]
 identifier = "lake"
-uri = "http://127.0.0.1:1/"
+endpoint_url = "http://127.0.0.1:1/"
 [streams.old]
 retention = "limits"
 [[streams.old.export.http]]
 identifier = "lake"
-uri = "http://127.0.0.1:1/"
+endpoint_url = "http://127.0.0.1:1/"
 [streams.short]
 time_to_live = "1h"
 [[streams.short.export.http]]
 identifier = "lake"
-uri = "http://127.0.0.1:1/"
+endpoint_url = "http://127.0.0.1:1/"
 """
 
 

@@ -34,7 +34,7 @@ EXPORT = """
 topics = ["plant/+/temp", "yard/#"]
 [[streams.readings.export.mqtt]]
 identifier = "up"
-url = "mqtt://{host}"
+endpoint_url = "mqtt://{host}"
 protocol = "{up}"
 topic = "{topic}"
 """

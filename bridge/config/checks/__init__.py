@@ -32,6 +32,7 @@ CHECKS = (
     network.proxies,
     network.certificates_of_users,
     network.destinations,
+    network.former_names,
     network.secrets_in_urls,
     network.client_ids,
     network.shared_client_ids,

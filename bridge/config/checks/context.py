@@ -21,6 +21,7 @@ from bridge.model import MessageStreamDefinition
 from bridge.plugin import discovery
 from bridge.plugin.api import ExportConfig
 from bridge.readable import unreadable
+from bridge.settingtypes import wire_name
 from bridge.streams.store import LOCK
 
 
@@ -121,7 +122,7 @@ class CheckContext:
                 inner = (snake(key) if isinstance(key, str) else key for key in error.path)
                 what = error.sentence("")
                 for field in fields(config) if config is not None else ():
-                    what = re.sub(rf"\b{field.encode_name}\b", field.name, what)
+                    what = re.sub(rf"\b{wire_name(field.name)}\b", field.name, what)
                 reader.problem((*keys, *inner), what)
         return DeclaredExport(stream, keys, kind, config, reader.problems)
 

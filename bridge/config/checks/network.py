@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 from bridge.access.accounts import Account
 from bridge.access.rules import FILTERS, Rights
-from bridge.config.checks.context import CheckContext, Finding, existing
+from bridge.config.checks.context import CheckContext, DeclaredExport, Finding, existing
 from bridge.config.tomlfile import Keys
-from bridge.config.tomlstruct import dotted, snake
+from bridge.config.tomlstruct import dotted, former_keys, snake
 from bridge.mqtt.settings import parse_address
 from bridge.net.addresses import host_and_port, is_loopback, parse_network
 from bridge.net.listening import place, refusal
@@ -168,7 +168,7 @@ def destinations(context: CheckContext) -> Iterator[Finding]:
             host, port = parts.hostname, parts.port or _PORTS[parts.scheme]
         except (ValueError, KeyError):
             host, port = None, 0
-        if not host and keys[-1] == "endpoint_url":  # others are reported when the configuration is read
+        if not host and keys[-1] == "endpoint_url":  # else it is reported already
             yield context.error(keys, "no server has such a URL; it is like https://host:8443")
         if host:
             secure = parts.scheme in ("mqtts", "https")
@@ -212,12 +212,33 @@ def _urls(context: CheckContext) -> Iterator[tuple[Keys, str]]:
         yield ("upstream", number, "url"), one.url
     if config.aws.endpoint_url and context.knows("aws", "endpoint_url"):
         yield ("aws", "endpoint_url"), config.aws.endpoint_url
-    for stream in config.streams.values():
-        for kind, items in stream.export_definition.items():
-            for number, raw in enumerate(items):
-                for key, name in (("endpointUrl", "endpoint_url"), ("uri", "uri")):
-                    if isinstance(url := raw.get(key), str):
-                        yield ("streams", stream.name, "export", kind, number, name), url
+    for export in context.exports:
+        if url := getattr(export.config, "endpoint_url", None):
+            keys = dict(_former(context, export)).get("endpoint_url", (*export.keys, "endpoint_url"))
+            if not any(str(keys[-1]) in mistake.what for mistake in export.mistakes):
+                yield keys, url
+
+
+def _former(context: CheckContext, export: DeclaredExport) -> Iterator[tuple[str, Keys]]:
+    """The options of an export that the file has only under their former names, and where."""
+    exporter, states = context.registry.exporters.get(export.kind), context.document.states
+    for old, new in former_keys(exporter.Config).items() if exporter is not None else ():
+        if states((*export.keys, old)) and not states((*export.keys, new)):
+            yield new, (*export.keys, old)
+
+
+def former_names(context: CheckContext) -> Iterator[Finding]:
+    """Report options under their former names, once for all exports of a kind."""
+    found: dict[tuple[str, str], list[Keys]] = {}
+    for export in context.exports:
+        for new, keys in _former(context, export):
+            found.setdefault((export.kind, new), []).append(keys)
+    for (_, new), places in found.items():
+        more = len(places) - 1
+        others = f" ({more} other export{'s'[: more - 1]} of this kind too)" if more else ""
+        yield context.warning(
+            places[0], f"the former name of `{new}`, still accepted{others}; write `{new}` instead"
+        )
 
 
 def _wrong_port(host: str, port: int, hello: bytes, *, secure: bool) -> str:

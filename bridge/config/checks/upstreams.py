@@ -23,7 +23,7 @@ def upstreams(context: CheckContext) -> Iterator[Finding]:
         (*_place_of(url), name): f"export {export.config.identifier!r} of stream {export.stream.name!r}"
         for export in context.exports
         if export.kind == "mqtt" and export.config is not None
-        if (url := getattr(export.config, "url", ""))
+        if (url := getattr(export.config, "endpoint_url", ""))
         if (name := getattr(export.config, "client_id", None))
     }
     if config.upstream and config.mqtt.mode == "external":
@@ -87,7 +87,7 @@ def _loop(
     """The filters at a broker that match what an export sends there, if one of the two is MQTT 3.1.1."""
     config = export.config
     assert config is not None
-    url, protocol = getattr(config, "url", ""), getattr(config, "protocol", "5")
+    url, protocol = getattr(config, "endpoint_url", ""), getattr(config, "protocol", "5")
     if (protocol == "5" and source.protocol == "5") or not url or _place_of(url) != _place_of(source.url):
         return
     sent = list(sent_to(export, context.config.gateway.id))
