@@ -31,6 +31,7 @@ import os
 import platform
 import struct
 import sys
+import time
 from pathlib import Path
 
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274}  # the system call's number, 64 bits
@@ -61,16 +62,41 @@ def _run_for(nanoseconds: int) -> None:
         ctypes.CDLL(None).syscall(call, 0, attributes, 0)
 
 
-def starved(pid: int) -> float:
-    """Return how many seconds a process's threads have waited for a processor, the one that waited longest.
+class Processor:
+    """Whether a process gets less processor than it wants, from one look to the next.
 
-    0.0 if the kernel does not tell.
+    A thread that waits counts its wait only once it runs again (`schedstat`, where the kernel has it). So one
+    that may run and has hardly run since the last look waits too.
     """
-    longest = 0
-    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._before, self._looked = _threads(pid), time.monotonic()
+
+    def lacks(self) -> bool:
+        """Return whether a thread has waited for a quarter of the time since the last look, or longer."""
+        now, threads = time.monotonic(), _threads(self._pid)
+        before, passed = self._before, now - self._looked
+        self._before, self._looked = threads, now
+        for thread, (may_run, ran, waited) in threads.items():
+            _, ran_before, waited_before = before.get(thread, (False, ran, waited))
+            if waited - waited_before > passed / 4 or (may_run and ran - ran_before < passed / 2):
+                return True
+        return False
+
+
+def _threads(pid: int) -> dict[str, tuple[bool, float, float]]:
+    """Of each thread of a process: whether it may run, and for how many seconds it has run and waited to."""
+    found = {}
+    tick = os.sysconf("SC_CLK_TCK")
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        waited = 0.0
+        with contextlib.suppress(OSError, ValueError, IndexError):  # not every kernel has it
+            waited = int((task / "schedstat").read_text("ascii").split()[1]) / 1e9
         with contextlib.suppress(OSError, ValueError, IndexError):  # the thread may have ended
-            longest = max(longest, int(path.read_text("ascii").split()[1]))
-    return longest / 1e9
+            fields = (task / "stat").read_text("ascii", "replace").rpartition(")")[2].split()
+            found[task.name] = fields[0] == "R", (int(fields[11]) + int(fields[12])) / tick, waited
+    return found
 
 
 def trim_memory() -> None:

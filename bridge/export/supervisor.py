@@ -41,7 +41,7 @@ __all__ = ["ExportSupervisor", "highest_exported"]
 
 UPDATE_EVERY = 0.1
 WRITE_LIMIT = 256 * 1024
-STARVED = 10  # times as long may a worker be silent that gets no processor
+STARVED = 10  # times as long may a worker be silent that lacks a processor
 QUIET_AFTER = 60.0  # seconds; a worker that has lived this long resets the backoff
 MAX_RESTART = 30.0
 
@@ -374,23 +374,28 @@ class ExportSupervisor:
     async def _watch(self, child: asyncio.subprocess.Process) -> None:
         """Kill a silent worker: a plugin may block its interpreter.
 
-        One that gets no processor is not silent of itself, as when many services start at once. It gets
-        `STARVED` times as long. The last look is after this process has read what it was too late to read.
+        Silence counts only while the worker could have spoken: not while it lacks a processor, as when many
+        services start at once, nor while this process was too late to listen. In all it may last `STARVED`
+        times as long. The last look is after this process has read what it was too late to read.
         """
         silence, beat = self._tuning.silence, self._tuning.beat
+        heard, counted, looked = -1.0, 0.0, time.monotonic()
+        processor = process.Processor(child.pid)
         while True:
-            left = self._last_heard + silence - time.monotonic()
-            await asyncio.sleep(max(left, beat))
-            if time.monotonic() - self._last_heard <= silence:
+            await asyncio.sleep(max(self._last_heard + silence / 2 - time.monotonic(), beat))
+            quiet = time.monotonic() - self._last_heard
+            passed, looked = time.monotonic() - looked, time.monotonic()
+            if self._last_heard != heard:
+                if quiet >= silence / 2:
+                    heard, counted = self._last_heard, min(quiet, silence / 2 + beat)
+                    processor = process.Processor(child.pid)
                 continue
-            before, began = process.starved(child.pid), time.monotonic()
-            await asyncio.sleep(beat)
-            quiet, looked = time.monotonic() - self._last_heard, time.monotonic() - began
-            starves = process.starved(child.pid) - before > looked / 4
-            if quiet > silence and not (starves and quiet < STARVED * silence):
-                log.error("the export worker was silent for %.0f s; killing it", quiet)
-                child.kill()
-                return
+            if counted <= silence and quiet <= STARVED * silence:
+                counted += 0.0 if processor.lacks() else min(passed, 2 * beat)
+                continue
+            log.error("the export worker was silent for %.0f s; killing it", quiet)
+            child.kill()
+            return
 
     def _disconnect(self) -> None:
         if self._update_timer is not None:

@@ -10,5 +10,5 @@ No message passes through the driver: tasks receive object keys and return the n
 lists, for every stream, the intervals of sequence numbers in the table. The table's commit names the current
 state, so a crash at any point leaves unused files at worst.
 
-Importing this package needs only the standard library; running it needs `streambridge[spark]`.
+Importing this package needs only the standard library; running it needs the extra `[spark]`.
 """

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from bridge import process
+from bridge.export.supervisor import STARVED
+from bridge.export.wire import Tuning
 from bridge.logs import Outage
+from tests.export.harness import running, until
+from tests.export.test_worker import good
 from tests.http.conftest import Service, eventually
 
 STREAM = """
@@ -74,12 +81,40 @@ def spinning(count: int, processor: int) -> Iterator[list[int]]:
 
 def test_a_process_that_waits_for_a_processor_is_told_from_one_that_sleeps() -> None:
     with spinning(2, min(os.sched_getaffinity(0))) as (_, starved):
-        eventually(lambda: process.starved(starved) > 1)
+        eventually(process.Processor(starved).lacks, pause=0.2)
     asleep = subprocess.Popen(["sleep", "600"])
     try:
-        before = process.starved(asleep.pid)
-        assert before < 60
-        assert process.starved(2**22 + 1) == 0, "there is no such process"
+        sleeping = process.Processor(asleep.pid)
+        eventually(lambda: not sleeping.lacks(), pause=0.2)
+        assert not process.Processor(2**22 + 1).lacks(), "there is no such process"
     finally:
         asleep.kill()
         asleep.wait()
+
+
+def test_a_worker_without_a_processor_is_spared_and_one_that_stands_still_is_killed(recorder: Path) -> None:
+    tuning = Tuning(beat=0.1, silence=2.0)
+    processor = min(os.sched_getaffinity(0))
+
+    async def scenario() -> None:
+        async with running(recorder, tuning=tuning) as gateway:
+            gateway.create("a", {"recorder": [good(recorder)]})
+            await gateway.append("a", b"x")
+            await gateway.exported("a", 0)
+            worker = gateway.exports.pid
+            assert worker is not None
+            threads = [int(task.name) for task in Path(f"/proc/{worker}/task").iterdir()]
+            with spinning(4, processor):
+                for thread in threads:
+                    os.sched_setaffinity(thread, {processor})
+                    os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+                ends = time.monotonic() + 3 * tuning.silence
+                await until(lambda: time.monotonic() > ends)
+                assert gateway.exports.pid == worker
+                assert gateway.exports.restarts == 0
+            os.kill(worker, signal.SIGSTOP)
+            stopped = time.monotonic()
+            await until(lambda: gateway.exports.restarts == 1)
+            assert time.monotonic() - stopped < STARVED / 2 * tuning.silence
+
+    asyncio.run(scenario())
