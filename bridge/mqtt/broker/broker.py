@@ -234,7 +234,8 @@ class Broker:
             if old is not None and foreign and (why := self._not_its_session(old, asked.identity)):
                 done(Refused(NOT_AUTHORIZED, why))
                 return
-            if not self.accesses.still_admits(asked.identity, asked.proof):  # after a reload
+            again = self.accesses.still_admits(asked.identity, asked.proof)  # there may have been a reload
+            if not (again and inbox.line.admits(asked.identity.user, asked.proof)):
                 done(Refused(NOT_AUTHORIZED, "what it logged in with has been replaced"))
                 return
             if asked.identity.latest() is not asked.identity:  # likewise

@@ -45,6 +45,9 @@ class Line(Protocol):
     def gone(self) -> bool:
         """Return whether it is closed or being closed."""
 
+    def admits(self, user: str | None, proof: bytes) -> bool:
+        """Return whether its listener would admit it now as this user, after it has given this proof."""
+
     def full_of_subscriptions(self, count: int) -> Refusal | None:
         """Return why a client with `count` topic filters may not have more; None if it may."""
 
@@ -75,6 +78,10 @@ class Gone:
     level, bridge, local, writable, gone = 4, False, False, False, True
     explains = receipts = drops_forbidden = refuses_unmatched = False
     receive_maximum = max_packet_out = 0
+
+    def admits(self, user: str | None, proof: bytes) -> bool:
+        """Nobody comes in."""
+        return False
 
     def full_of_subscriptions(self, count: int) -> Refusal | None:
         """Nobody subscribes."""

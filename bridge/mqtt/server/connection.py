@@ -242,6 +242,10 @@ class Connection(Source):
         """The most topic filters in one packet, because those of one packet are handled in one step."""
         return max(MOST_FILTERS, self.endpoint.listener.limits.subscriptions)
 
+    def admits(self, user: str | None, proof: bytes) -> bool:
+        """Whether its listener would admit it now as this user: see `Endpoint.admits`."""
+        return self.endpoint.admits(user, proof, self.transport.get_extra_info("ssl_object"))
+
     def full_of_subscriptions(self, count: int) -> Refusal | None:
         """Return why a client with `count` topic filters may not have more; None if it may."""
         if count >= self.endpoint.listener.limits.subscriptions:

@@ -18,7 +18,7 @@ import ssl
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bridge.access.proofs import of_plugin
+from bridge.access.proofs import is_of_certificate, of_plugin
 from bridge.access.revocations import Revocations
 from bridge.mqtt.server.reads import Reads
 from bridge.mqtt.server.traffic import Traffic
@@ -95,6 +95,16 @@ class Endpoint:
         """Whether its clients are on this machine. The clients of a proxy may be elsewhere."""
         return self._loopback and not self.listener.proxies
 
+    def admits(self, user: str | None, proof: bytes, tls: ssl.SSLObject | None) -> bool:
+        """Return whether it would admit a client as the same user again, as far as a proof does not tell.
+
+        The certificate is still this user's and not withdrawn, or anonymous clients may still come here.
+        """
+        if is_of_certificate(proof) and tls is not None:
+            found = self.listener.access.certified(tls)
+            return found is not None and found.user == user and not self.listener.revocations.revoke(tls)
+        return user is not None or self.listener.access.refuse_anonymous(loopback=self.loopback) is None
+
 
 class Member(Protocol):
     """A connection; `connection.Connection` is one."""
@@ -118,6 +128,8 @@ class Member(Protocol):
 
     @property
     def session(self) -> Session | None: ...
+
+    def admits(self, user: str | None, proof: bytes) -> bool: ...
 
     def metered(self) -> None: ...
     def ask_again(self) -> None: ...

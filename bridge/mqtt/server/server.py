@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bridge.access.proofs import NOTHING, is_of_certificate
+from bridge.access.proofs import NOTHING
 from bridge.auth.supervisor import Auth
 from bridge.mqtt.broker.broker import Broker
 from bridge.mqtt.broker.journalfile import DIRECTORY
@@ -156,21 +156,10 @@ class Server:
 
     def _check(self, conn: Member) -> None:
         """Remove the proof of a client whose listener would not admit it again as the same user."""
-        session, endpoint = conn.session, conn.endpoint
+        session = conn.session
         if session is None or conn.gone:
-            return
-        if is_of_certificate(session.proof):
-            tls = conn.transport.get_extra_info("ssl_object")
-            found = endpoint.listener.access.certified(tls)
-            if (
-                found is None
-                or found[0] != session.identity.user
-                or endpoint.listener.revocations.revoke(tls)
-            ):
-                session.proof = NOTHING
-        elif session.identity.user is None and endpoint.listener.access.refuse_anonymous(
-            loopback=endpoint.loopback
-        ):
+            return  # one that is just coming is looked up when it has its turn (`Broker.open`)
+        if not conn.admits(session.identity.user, session.proof):
             session.proof = NOTHING
 
     @property
