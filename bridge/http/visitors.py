@@ -41,6 +41,8 @@ from bridge.net.addresses import is_loopback
 from bridge.net.httpserver import JSON, HttpError, HttpRequest, HttpResponse, Route, json_response
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bridge.access.logins import Access
     from bridge.access.rules import Identity
 
@@ -68,8 +70,9 @@ class Login(Struct, forbid_unknown_fields=True):
 class Visitors:
     """The sessions of browsers, and the rights of all visitors."""
 
-    def __init__(self, access: Access, gateway: str) -> None:
-        self._access = access
+    def __init__(self, access: Access, gateway: str, now: Callable[[], float] = time.monotonic) -> None:
+        """`now` returns the time in seconds."""
+        self._access, self._now = access, now
         self._cookie = f"streambridge_{hashlib.sha256(gateway.encode()).hexdigest()[:8]}"
         self._sessions: dict[bytes, _Session] = {}  # by the digest of the cookie, the last used one last
 
@@ -154,7 +157,7 @@ class Visitors:
         """Return the session of a request, if it has a valid one."""
         key = self._key(request)
         session = self._sessions.pop(key, None)
-        now = time.monotonic()
+        now = self._now()
         if (
             session is None
             or now - session.used > IDLE
@@ -204,7 +207,7 @@ class Visitors:
         await self._verify(login.user, login.password.encode(errors="surrogatepass"), request)
         visitor = self._identity(login.user, request)
         self._sessions.pop(self._key(request), None)
-        cookie, now = secrets.token_urlsafe(32), time.monotonic()
+        cookie, now = secrets.token_urlsafe(32), self._now()
         session = _Session(login.user, self._access.proof_of(login.user), secrets.token_urlsafe(32), now, now)
         self._make_room(login.user)
         self._sessions[_digest(cookie)] = session

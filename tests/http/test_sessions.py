@@ -15,7 +15,6 @@ import pytest
 
 from bridge.access.users import hash_password
 from bridge.client import StreamManagerClient
-from bridge.http.visitors import MOST
 from tests.http.conftest import Service, eventually
 
 STREAMS = """
@@ -104,22 +103,6 @@ def test_a_session_ends_with_a_logout_and_with_a_new_password(service: Service, 
     eventually(lambda: service.logged("msg=reloaded"))
     assert post(service, *PAUSE, **session)[0] == 401
     assert json.loads(service.request("/session.json", Cookie=session["Cookie"])[2])["user"] is None
-
-
-def test_who_logs_in_again_and_again_logs_out_nobody_else(service: Service, users: Path) -> None:
-    users.write_text("".join(f"{name}:{hash_password(name.encode())}\n" for name in ("ann", "eve")))
-    service.process.send_signal(signal.SIGHUP)
-    eventually(lambda: service.logged("msg=reloaded"))
-    ann, _ = log_in(service)
-    eve = [log_in(service, "eve")[0] for _ in range(MOST)]
-
-    def user(session: dict[str, str]) -> str | None:
-        found: str | None = json.loads(service.request("/session.json", Cookie=session["Cookie"])[2])["user"]
-        return found
-
-    assert [user(one) for one in (ann, *eve[:3], eve[-1])] == ["ann", None, "eve", "eve", "eve"]
-    assert log_in(service)[0] != ann
-    assert [user(one) for one in (ann, eve[3], eve[4])] == ["ann", None, "eve"]
 
 
 def test_the_newest_messages_are_shown_however_large_they_and_those_before_them_are(service: Service) -> None:
