@@ -5,8 +5,9 @@ the rules, roles and users apply, because revoking a right must not wait. That t
 applies only on SIGHUP, because without rules everything is allowed. Streams, listeners and everything else
 apply on SIGHUP.
 
-Every `interval`, a thread checks the modification time, size and inode of each file. It is a thread because a
-disk that hangs must not block the event loop, and an idle loop need not wake for this. A change counts once a
+Every `interval`, a thread checks the modification time, size, inode, mode and owners of each file. It is a
+thread because a disk that hangs must not block the event loop, and an idle loop need not wake for this. A
+change, also one by `chmod` or `chown`, which may let it be read or refused, counts once a
 second check, soon after, finds the same, so a file that is being written is left alone. It is then read as
 with SIGHUP, each file for itself. An invalid one is reported once, and is read again when it changes again.
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 INTERVAL = 2.0  # seconds between two checks
 SETTLED = 0.2  # seconds until the next check after a change
 
-_Seen = dict[Path, tuple[int, int, int] | None]
+_Seen = dict[Path, tuple[int, ...] | None]
 
 
 class Watch:
@@ -70,9 +71,9 @@ def _look(files: Callable[[], Iterable[Path]]) -> _Seen:
     return {path: _state(path) for path in files()}
 
 
-def _state(path: Path) -> tuple[int, int, int] | None:
+def _state(path: Path) -> tuple[int, ...] | None:
     try:
         found = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode, found.st_uid, found.st_gid

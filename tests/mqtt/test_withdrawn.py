@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import random
 import ssl
@@ -136,6 +137,25 @@ def test_an_expired_list_refuses_all_certificates_and_one_of_another_authority_i
         lists.write_text(foreign.read_text() + good.read_text())
         bridge.front.reload(bridge.config)
         assert not await refused(bridge, authority, device)
+
+    with_lists(tmp_path, test, lists, authority)
+
+
+def test_lists_that_are_not_taken_change_nothing_for_anybody(tmp_path: Path) -> None:
+    """Also those that OpenSSL would take: the old lists hold, for who is withdrawn and for who is not."""
+    authority, other = Authority(tmp_path / "ca"), Authority(tmp_path / "other", "other-ca")
+    good, bad = authority.issue("good"), authority.issue("bad")
+    lists, none = tmp_path / "lists.pem", authority.revoke(name="none").read_text()
+    foreign = other.revoke(name="foreign").read_text()
+    cut = "-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n"
+    lists.write_text(authority.revoke(bad, name="one").read_text())
+
+    async def test(bridge: Bridge) -> None:
+        for number, text in enumerate((foreign, made_list(1, delta=True)[0], none + cut, none + foreign)):
+            lists.write_text(text)
+            bridge.front.reload(bridge.config)
+            assert not await refused(bridge, authority, good), number
+            assert await refused(bridge, authority, bad) == (number < 3), number
 
     with_lists(tmp_path, test, lists, authority)
 
@@ -281,12 +301,14 @@ def test_a_client_whose_authority_has_no_list_any_more_is_out(tmp_path: Path) ->
     with_bridge(tmp_path, test, listen=["tls://127.0.0.1:0"], tls=tls)
 
 
-def made_list(count: int, *, delta: bool = False, name: str = "maker") -> tuple[str, list[int]]:
-    """A list in PEM with so many serial numbers, of many sizes; and these."""
+def made_list(
+    count: int, *, delta: bool = False, name: str = "maker", days: float = 1
+) -> tuple[str, list[int]]:
+    """A list in PEM with so many serial numbers, of many sizes; and these. It expires after so many days."""
     key, chance = ec.generate_private_key(ec.SECP256R1()), random.Random(count)
     now = datetime.now(UTC)
     builder = x509.CertificateRevocationListBuilder(
-        x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]), now, now + timedelta(days=1)
+        x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]), now, now + timedelta(days=days)
     )
     numbers = [chance.getrandbits(chance.choice([7, 8, 64, 128, 159])) + 1 for _ in range(count)]
     entry = x509.RevokedCertificateBuilder().revocation_date(now)
@@ -311,6 +333,24 @@ def test_a_delta_list_counts_only_beside_the_complete_list_of_its_authority(tmp_
     path.write_text(made_list(4, name="other")[0] + delta)
     with pytest.raises(ConfigError, match="list number 2"):
         read_crls("o", path)
+
+
+@pytest.mark.parametrize("days", [(1, 3), (3, 1), (1, 1), (1, 3, 2)], ids=str)
+def test_a_delta_list_neither_renews_nor_ends_the_complete_list_of_its_authority(
+    tmp_path: Path, days: tuple[int, ...]
+) -> None:
+    """The first is of the complete list, the second of the delta, a third of another complete list."""
+    lists = [made_list(3, delta=number == 1, days=end)[0] for number, end in enumerate(days)]
+    complete, path = max(days[::2]), tmp_path / "lists.pem"
+    path.write_text(lists[0])
+    (one,) = read_crls("o", path).lists
+    for order in itertools.permutations([*lists, made_list(1, name="other", days=0.5)[0]]):
+        path.write_text("".join(order))
+        crls, now = read_crls("o", path), datetime.now(UTC)
+        expired = [crls.expired(one.issuer, now + timedelta(days=day + 0.1)) for day in range(4)]
+        assert expired == [day >= complete for day in range(4)]
+        assert crls.expires is not None
+        assert crls.expires - now < timedelta(days=0.6), "the first of all is what the operator must know of"
 
 
 def test_a_long_list_is_read_exactly_and_takes_little_memory(tmp_path: Path) -> None:
