@@ -296,7 +296,7 @@ class Access:
         began, delay = loop.time(), 0.0
         try:
             right = await self._is_right(known, password, network, user)
-            if right and self._users.get(user) == known:
+            if right and self._users.get(user) == known and not self._accounts.is_mapped(user):
                 self._remember(digest, known, network)
                 return None
             delay = began + self._guesses.wrong(network) - loop.time()

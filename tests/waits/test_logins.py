@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from bridge.access.accounts import Account
+
 from .house import House, rule, waits_test
 from .scheduler import Scheduler
 
 Change = Callable[[House], None]
 HASH = "bridge/access/logins.py Access._is_right: await asyncio.shield"
+MAPPED = [Account(name="ann", certificates=["cn:device-1"])]
 
 
 def replaced(house: House) -> None:
@@ -24,7 +27,11 @@ def deleted(house: House) -> None:
     house.reload()
 
 
-@pytest.mark.parametrize("change", [replaced, deleted])
+def mapped(house: House) -> None:
+    house.reload(user=MAPPED)
+
+
+@pytest.mark.parametrize("change", [replaced, deleted, mapped])
 def test_a_password_that_is_taken_away_while_it_is_hashed_lets_nobody_in(
     tmp_path: Path, change: Change
 ) -> None:
@@ -37,7 +44,7 @@ def test_a_password_that_is_taken_away_while_it_is_hashed_lets_nobody_in(
     waits_test(test, tmp_path)
 
 
-@pytest.mark.parametrize("change", [replaced, deleted])
+@pytest.mark.parametrize("change", [replaced, deleted, mapped])
 def test_nor_does_it_let_in_a_request_over_http(tmp_path: Path, change: Change) -> None:
     async def test(house: House, scheduler: Scheduler) -> None:
         scheduler.at(HASH, lambda: change(house))
