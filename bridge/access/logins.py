@@ -210,8 +210,13 @@ class Access:
         user, entry = found
         return Certified(user, proofs.of_certificate(tls, entry), proofs.expires(tls))
 
-    def identify(self, client_id: str, user: str | None, *, local: bool = False, label: str = "") -> Identity:
-        """Return what a client that has logged in may do. `local`: it is on this machine."""
+    def identify(
+        self, client_id: str, user: str | None, *, local: bool = False, label: str = "", visits: bool = False
+    ) -> Identity:
+        """Return what a client that has logged in may do. `local`: it is on this machine.
+
+        `visits`: it uses the status page, so it logs in with a password, and the right `page` holds for it.
+        """
         found = Identity(
             client_id,
             user,
@@ -221,18 +226,28 @@ class Access:
             access=self.name,
             realm=self.realm_of(user),
         )
-        found.source, found.since = self, (self._applied, local, label, self._users.get(user or ""))
+        found.may_change = not visits or found.page == "operate"
+        found.source = self
+        found.since = self._applied, local, label, self._users.get(user or ""), visits
         return found
 
     def renewed(self, past: Identity) -> Identity:
-        """Return the identity of the same client now. A changed password leaves nothing to it."""
-        applied, local, label, password = cast("tuple[int, bool, str, Password | None]", past.since)
+        """Return the identity of the same client now.
+
+        A changed password leaves nothing to it, nor does a closed page, or the need of a certificate, to a
+        visitor of the page.
+        """
+        applied, local, label, password, visits = cast(
+            "tuple[int, bool, str, Password | None, bool]", past.since
+        )
         if applied == self._applied:
             return past
-        found = self.identify(past.client_id, past.user, local=local, label=label)
-        if self._users.get(past.user or "") != password:
+        user = past.user or ""
+        found = self.identify(past.client_id, past.user, local=local, label=label, visits=visits)
+        closed = visits and (found.page == "none" or self._accounts.is_mapped(user))
+        if closed or self._users.get(user) != password:
             found = Identity(past.client_id, past.user, NOTHING, local=False, label=label)
-        found.origin, found.may_change = past.origin, past.may_change and found.page == "operate"
+        found.origin = past.origin
         past.successor = found
         return found
 

@@ -138,7 +138,6 @@ class Visitors:
         found = self._identified(f"http/{user}", user, request, label)
         if found.page == "none":
             raise HttpError(HTTPStatus.FORBIDDEN)
-        found.may_change = found.page == "operate"
         return found
 
     def _nobody(self, request: HttpRequest) -> Identity:
@@ -148,7 +147,7 @@ class Visitors:
 
     def _identified(self, client: str, user: str | None, request: HttpRequest, label: str) -> Identity:
         local = is_loopback(request.address)
-        found = self._access.identify(client, user, local=local, label=label)
+        found = self._access.identify(client, user, local=local, label=label, visits=True)
         found.origin = Origin("http", request.address)
         return found
 
