@@ -117,15 +117,15 @@ class FirehoseFrontEnd:
 
         Raises ConfigError if those are wrong; then the old ones stay.
         """
-        past = dict(self._identities)
         self._identities.clear()  # the rules may have changed, whatever is wrong with the files
         keys, context = self._read_keys(), self._context()
-        for (key, _), identity in past.items():
-            if keys.get(key) != self._keys.get(key):  # also for its requests that wait
-                identity.successor = Identity("", identity.user, NOTHING, local=False, label=identity.label)
         self._keys = keys
         if self._server is not None:
             self._server.tls = context
+
+    def has(self, key: AccessKey) -> bool:
+        """Whether a key is still one."""
+        return self._keys.get(key.id) == key
 
     def stats(self) -> dict[str, int]:
         """The number of connections, and counters since the start."""
@@ -192,6 +192,8 @@ class FirehoseFrontEnd:
     async def _carry_out(self, name: str, claim: Claim, body: bytes, address: str) -> HttpResponse:
         operation = DELIVERIES[name]
         claim.check(body)
+        if not self.has(claim.key):  # removed while the body arrived
+            raise signature.unknown_key()
         caller = self._identify(claim.key, address)
         try:
             asked: Request = msgspec.json.decode(body, type=operation.request)
@@ -226,7 +228,22 @@ class FirehoseFrontEnd:
                 self._identities.clear()
             label = f"{address} (key {key.id}, user {key.user!r})"
             found = self._access.identify("", key.user, local=is_loopback(address), label=label)
-            found.origin = Origin("firehose", address)
+            found.origin, found.source = Origin("firehose", address), _OfKey(self, self._access, key)
             record("login", origin=found.origin, user=key.user, why=f"access key {key.id}")
             self._identities[key.id, address] = found
+        return found
+
+
+class _OfKey:
+    """Gives the holder of a key its present rights, also while its request waits: none without the key."""
+
+    def __init__(self, front_end: FirehoseFrontEnd, access: Access, key: AccessKey) -> None:
+        self._front_end, self._access, self._key = front_end, access, key
+
+    def renewed(self, past: Identity) -> Identity:
+        if self._front_end.has(self._key):
+            found = self._access.renewed(past)
+            found.source = self
+        else:
+            found = past.successor = Identity("", past.user, NOTHING, local=False, label=past.label)
         return found

@@ -83,9 +83,7 @@ def claim(headers: Mapping[str, str], keys: Mapping[str, AccessKey], now: float)
     _check_scope(scope, time)
     key = keys.get(identifier)
     if key is None:
-        raise SignatureError(
-            "UnrecognizedClientException", "The security token included in the request is invalid."
-        )
+        raise unknown_key()
     _check_time(time, now)
     signed = dict.fromkeys(parts["SignedHeaders"].split(";"))
     if len(";".join(signed)) < len(parts["SignedHeaders"]):
@@ -104,6 +102,13 @@ def claim(headers: Mapping[str, str], keys: Mapping[str, AccessKey], now: float)
     lines = [b"%b:%b\n" % (name.encode(), value) for name, value in zip(signed, values, strict=True)]
     head = b"POST\n/\n\n%b\n%b" % (b"".join(lines), parts["SignedHeaders"].encode())
     return Claim(key, scope, time, head, parts["Signature"], headers.get("x-amz-content-sha256"))
+
+
+def unknown_key() -> SignatureError:
+    """The error for a key that is not, or no longer, one of the gateway's."""
+    return SignatureError(
+        "UnrecognizedClientException", "The security token included in the request is invalid."
+    )
 
 
 def _parts(authorization: str) -> dict[str, str]:
