@@ -25,7 +25,7 @@ from typing import NamedTuple
 from bridge.errors import CorruptData, MessageTooLarge, StreamFull
 from bridge.streams import segment
 from bridge.streams.contents import Contents, Ranges
-from bridge.streams.queue import Group
+from bridge.streams.queue import CommitQueue, Group
 from bridge.streams.reader import StreamReader
 from bridge.streams.segment import Frame
 
@@ -45,7 +45,8 @@ class _Row(NamedTuple):
 class MessageLimitPolicy:
     """The message limits of one stream, with the counts they need."""
 
-    def __init__(self, stream: Contents) -> None:
+    def __init__(self, stream: Contents, queue: CommitQueue) -> None:
+        """What is in `queue` counts as admitted."""
         self._stream = stream
         self._limits = limits = stream.settings.limits
         self.guards_appends = limits.max_message_size is not None or limits.discard_new
@@ -58,6 +59,8 @@ class MessageLimitPolicy:
         self.unfinished = False  # another step is needed
         self._admitted = 0  # bytes of admitted, uncommitted messages
         self._admitted_topics: dict[bytes, int] = {}
+        for topic, data in queue.messages():
+            self.admitted(topic, data)
         self._clear()
 
     def _clear(self) -> None:
@@ -157,9 +160,10 @@ class MessageLimitPolicy:
     # -- after a commit --------------------------------------------------------------------------
     def committed(self, group: Group, first: int, size: int, now: int) -> Iterator[Ranges]:
         """Count a committed group (its first number and bytes), then act as `enforce`."""
-        self._admitted = max(0, self._admitted - size)
+        if self._limits.discard_new:
+            self._admitted -= size
         for topic in group.parts[::2] if self._admitted_topics else ():
-            if (pending := self._admitted_topics.pop(topic, 1) - 1) > 0:
+            if pending := self._admitted_topics.pop(topic) - 1:
                 self._admitted_topics[topic] = pending
         if not self.stale:  # if stale, the group is read from the files with the rest
             self._live_bytes += size

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bridge.errors import StreamError
@@ -61,11 +61,23 @@ class CommitQueue:
         self.next = number
         self.group = Group()  # the pending group
         self.busy = False  # a group is in flight, so no other may be staged
-        self.flight_size = 0
+        self.flight: Group | None = None
         self._schedule, self.scheduled = schedule, False
         self.heard = 0.0  # see `after_commit`; the latest time of the pending group
         self._waiters, self._committing = list[Waiter](), list[Waiter]()
         self._released: asyncio.Event | None = None  # set when nothing is in flight; None: nobody waits
+
+    @property
+    def flight_size(self) -> int:
+        """What is in flight."""
+        return 0 if self.flight is None else self.flight.size
+
+    def messages(self) -> Iterator[tuple[bytes, int]]:
+        """Yield the topic and the bytes of each message that is pending or in flight."""
+        for group in (self.group,) if self.flight is None else (self.flight, self.group):
+            for i, topic in enumerate(group.parts[::2]):
+                beside = len(group.headers.get(i, b"")) + len(group.ids.get(i, b""))
+                yield topic, len(topic) + len(group.parts[2 * i + 1]) + beside
 
     @property
     def size(self) -> int:
@@ -88,7 +100,7 @@ class CommitQueue:
                 self.heard = heard
                 if not self.scheduled and not self.busy:  # it is held, for others that may wait longer
                     self.schedule()
-        elif self.flight_size:
+        elif self.flight is not None:
             self._committing.append(done)
         else:
             done(None)
@@ -108,13 +120,13 @@ class CommitQueue:
         group = self.group
         if not group.parts:
             return None
-        self.group, self.flight_size, self.heard = Group(), group.size, 0.0
+        self.group, self.flight, self.heard = Group(), group, 0.0
         self._committing, self._waiters = self._waiters, []
         return group
 
     def committed(self) -> list[Waiter]:
         """End the group in flight, which is committed; return its waiters."""
-        waiters, self._committing, self.flight_size = self._committing, [], 0
+        waiters, self._committing, self.flight = self._committing, [], None
         self.release()
         return waiters
 
@@ -126,7 +138,7 @@ class CommitQueue:
     def clear(self, number: int) -> list[Waiter]:
         """Fail everything, and give the next message `number`; return all waiters."""
         waiters = [*self._committing, *self._waiters]
-        self.group, self.flight_size, self.next = Group(), 0, number
+        self.group, self.flight, self.next = Group(), None, number
         self._waiters, self._committing = [], []
         self.scheduled, self.heard = False, 0.0
         self.release()

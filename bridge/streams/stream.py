@@ -140,7 +140,7 @@ class Stream(Contents):
         if self.limits is not None:
             self.limits.close()
         limited = self.settings.limits != metadata.MessageLimits()
-        self.limits = MessageLimitPolicy(self) if limited else None
+        self.limits = MessageLimitPolicy(self, self.queue) if limited else None
         self._set_room()
         with contextlib.suppress(OSError):  # retried with every commit and every second
             self.maintain(self.clock.now())

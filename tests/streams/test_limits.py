@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -166,6 +167,36 @@ def test_discard_new_refuses_what_would_pass_a_limit(
             assert payloads(stream) == [b"%011d" % n for n in range(taken)]
             stream.drop_upto(stream.next_sequence, DropReason.PURGED)
             assert await put(stream, b"%011d" % 1) == [taken]
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_messages": 4},
+        {"max_bytes": 4 * len(b"tx")},
+        {"max_messages_per_topic": 4},
+    ],
+)
+def test_limits_that_change_while_messages_wait_count_these(house: House, limits: dict[str, int]) -> None:
+    async def work() -> None:
+        async with house.stream(limits=MessageLimits(**limits, discard_new=True)) as stream:
+            for number in range(2):
+                stream.append(b"t", b"x")
+                limit(stream, **limits, discard_new=True, max_age=3_600_000 + number)
+            await asyncio.sleep(0)  # their group is on its way to the disk
+            for number in range(2):
+                limit(stream, **limits, discard_new=True, max_age=7_200_000 + number)
+                stream.append(b"t", b"x")
+            with pytest.raises(StreamFull):
+                stream.append(b"t", b"x")
+            await committed(stream)
+            assert stream.live_messages() == 4
+            with pytest.raises(StreamFull):
+                stream.append(b"t", b"x")
+            stream.drop_upto(1, DropReason.PURGED)
+            assert await put(stream, b"x") == [4]
 
     run(work())
 
