@@ -219,6 +219,20 @@ async def test_a_request_that_may_wait_is_not_large(bridge: Bridge) -> None:
 
 
 @bridge_test
+async def test_a_request_that_ends_before_it_begins_gives_its_memory_back(bridge: Bridge) -> None:
+    (await bridge.connect("c", clean=False)).disconnect()
+    await until(lambda: bridge.stat("connections") == 0)
+    memory = bridge.broker.sessions.memory
+    before = memory.total
+    client = await bridge.connect("c", clean=False)
+    options = {"desiredStartSequenceNumber": 1_000_000, "readTimeoutMillis": 9_000_000_000_000}
+    wait = json.dumps({"streamName": "s", "readMessagesOptions": options, "requestId": "x" * 10_000}).encode()
+    client.send(*[publish("streambridge/c/readMessages", wait)] * 3, b"\xe0\0")
+    await until(lambda: bridge.stat("connections") == 0)
+    await until(lambda: memory.total == before)
+
+
+@bridge_test
 async def test_reads_that_wait_end_with_their_connection_and_appends_go_on(bridge: Bridge) -> None:
     options = {"desiredStartSequenceNumber": 1_000_000, "readTimeoutMillis": 9_000_000_000_000}
     wait = json.dumps({"streamName": "s", "readMessagesOptions": options}).encode()

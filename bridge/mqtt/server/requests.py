@@ -55,11 +55,20 @@ def take(
     if conn.requests >= AT_A_TIME:
         conn.hold("requests")
     connections.broker.counts["requests"] += 1
-    session.outbox.hold(COPIES * len(packet.payload))
+    size = COPIES * len(packet.payload)
+    session.outbox.hold(size)
     task = connections.spawn(_reply(operations, conn, session, operation, topic, packet))
+    task.add_done_callback(partial(_ended, conn, session, size))
     if (declared := OPERATIONS.get(operation)) is not None and declared.waits:
         connections.reading.setdefault(conn, {})[task] = None
         task.add_done_callback(partial(_read_ended, connections, conn))
+
+
+def _ended(conn: Connection, session: Session, size: int, _: asyncio.Task[None]) -> None:
+    """A request is over. A callback, because a task that is cancelled may not even have begun."""
+    session.outbox.hold(-size)
+    conn.requests -= 1
+    conn.release("requests")
 
 
 def _read_ended(connections: Connections, conn: Connection, task: asyncio.Task[None]) -> None:
@@ -75,13 +84,8 @@ async def _reply(
     asked = packet.properties or {}
     reply_to = asked.get(p.RESPONSE_TOPIC) or f"{topic}/reply".encode()
     properties = {kind: asked[kind] for kind in (p.CORRELATION_DATA,) if kind in asked}
-    try:
-        room = min(conn.connections.config.max_packet, conn.max_packet_out) - len(reply_to) - 1024
-        reply = await answer(operations, operation, packet.payload, room, session.identity)
-        # Straight to the client that asked, at the QoS of the request: no other one can ask for it.
-        message = Message(reply_to, reply, packet.qos, properties=properties)
-        session.outbox.put(Outgoing(message, min(packet.qos, 1), asked=True))
-    finally:
-        session.outbox.hold(-COPIES * len(packet.payload))
-        conn.requests -= 1
-        conn.release("requests")
+    room = min(conn.connections.config.max_packet, conn.max_packet_out) - len(reply_to) - 1024
+    reply = await answer(operations, operation, packet.payload, room, session.identity)
+    # Straight to the client that asked, at the QoS of the request: no other one can ask for it.
+    message = Message(reply_to, reply, packet.qos, properties=properties)
+    session.outbox.put(Outgoing(message, min(packet.qos, 1), asked=True))
