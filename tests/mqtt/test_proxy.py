@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import os
 import random
+import socket
 import ssl
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from benchmarks.testbed.certificates import Authority
@@ -158,6 +161,21 @@ async def test_a_header_that_does_not_come_ends_like_a_connect_that_does_not(bri
         assert await client.closed()
     await until(lambda: bridge.stat("connections") == 0)
     assert bridge.stat("refused_timeout") == 4
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_connection_that_has_just_been_accepted_ends_with_its_listener(tmp_path: Path, turns: int) -> None:
+    async def test(bridge: Bridge) -> None:
+        with socket.create_connection(("127.0.0.1", bridge.port_of(1))) as proxy:
+            for _ in range(turns):  # of the event loop: it is accepted in one, its header awaited in the next
+                await asyncio.sleep(0)
+            bridge.front.reload(msgspec.structs.replace(bridge.config, listener=[]))
+            proxy.setblocking(False)
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.get_running_loop().sock_recv(proxy, 1) == b""
+            await until(lambda: bridge.stat("connections") == 0)
+
+    with_bridge(tmp_path, test, listener=[listener()])
 
 
 def test_limits_count_devices_and_a_loopback_address_behind_a_proxy_is_not_this_machine(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from functools import partial
 from typing import TYPE_CHECKING
 
 from bridge.net import proxyheader
@@ -77,6 +78,7 @@ class ProxyServer:
         if self._connections.expect(conn, address, sock.fileno()):
             task = self._connections.spawn(self._begin(sock, conn, protocol))
             self._connections.logging_in[conn] = task
+            task.add_done_callback(partial(self._over, sock, conn))
         else:
             sock.close()
 
@@ -88,10 +90,14 @@ class ProxyServer:
         except OSError as error:
             what = "%s hung up in its PROXY header (%s)"
             connections.broker.reports.log("proxy_hung_up", logging.INFO, what, conn.name, error)
-        finally:
-            if connections.logging_in.get(conn) is asyncio.current_task():
-                del connections.logging_in[conn]
-            connections.given_up(conn)
+
+    def _over(self, sock: socket.socket, conn: Connection, task: asyncio.Task[None]) -> None:
+        """No header is awaited any more. A callback, because a task that is cancelled may not have begun."""
+        if task.cancelled():
+            sock.close()
+        if self._connections.logging_in.get(conn) is task:
+            del self._connections.logging_in[conn]
+        self._connections.given_up(conn)
 
     async def _named(self, sock: socket.socket, conn: Connection) -> bool:
         """Read the header. Returns whether the connection may go on. Raises OSError if the proxy is gone."""
