@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,32 @@ def test_connections_of_a_user_are_limited_and_a_client_may_come_again(
 
     budget = [Budget(name="users", per="user", connections=2)]
     with_bridge(tmp_path, test, users_file=users(tmp_path, USERS), budget=budget)
+
+
+def test_a_login_that_is_over_after_its_connection_counts_for_no_user(tmp_path: Path) -> None:
+    async def test(bridge: Bridge) -> None:
+        def log_in(client_id: str) -> bytes:
+            return connect(client_id, user="ann", password=b"a", level=V5)
+
+        logging_in = bridge.server.connections.logging_in
+        with socket.create_connection(("127.0.0.1", bridge.port_of(1))) as lingering:
+            lingering.send(log_in("lingering"))
+            while not logging_in:  # its password takes a thread a while
+                await asyncio.sleep(0)
+            bridge.front.reload(msgspec.structs.replace(bridge.config, listener=[]))
+            await until(lambda: not logging_in, what="the login is over")
+            assert bridge.stat("connections") == 1, "it waits for the client to close its half"
+            client = await bridge.open()
+            client.send(log_in("c"))
+            assert (await client.receive()).body[1] == 0
+
+    with_bridge(
+        tmp_path,
+        test,
+        users_file=users(tmp_path, USERS),
+        listener=[ListenerTable(name="other", listen=["tcp://127.0.0.1:0"])],
+        budget=[Budget(name="users", per="user", connections=1)],
+    )
 
 
 def test_subscriptions_of_a_user_are_counted_over_all_its_connections(

@@ -220,6 +220,7 @@ class Connections:
             refused = self._count(conn, conn.address, descriptor)
         else:
             conn.address, refused = address, STOPPING if self.stopping else None
+            self.logging_in.pop(conn, None)  # the task that has read the header
         self.open[conn] = None
         if refused:
             conn.end(*refused)
@@ -232,8 +233,6 @@ class Connections:
             del self.open[conn]
             self._leave(conn, conn.address)
             self.guests.leave(conn, conn.address)
-        if (task := self.logging_in.pop(conn, None)) is not None:
-            task.cancel()  # nobody waits for the answer
         if self._empty is not None and not self.open and not self._empty.done():
             self._empty.set_result(None)
 
@@ -300,7 +299,9 @@ class Connections:
             conn.end("refused_guest", GUESTS, abort=True)
 
     def left(self, conn: Member) -> None:
-        """A connection is closed: cancel its reads, which may wait for long."""
+        """A connection is closed: nobody waits for its login, nor for its reads, which may take long."""
+        if (login := self.logging_in.pop(conn, None)) is not None:
+            login.cancel()
         for task in self.reading.pop(conn, ()):
             task.cancel()
         conn.metering.leave_user(conn)
