@@ -78,7 +78,8 @@ class Asking:
         auth, runtime = self._connections.auth, self._connections.runtime
         question = Question(client_id=client_id, user=user, address=conn.address, action=action, topic=topic)
         allowed = await auth.allows(question)
-        self._characters += len(topic)
+        if (action, topic) not in self._known:  # else there was no answer, and its place is taken again
+            self._characters += len(topic)
         if len(self._known) >= MOST or self._characters > MOST_CHARACTERS:
             self._known.clear()
             self._characters = len(topic)

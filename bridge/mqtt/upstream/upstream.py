@@ -153,6 +153,7 @@ class Upstream(Gone):
         self._stopping = True
         self._subscriptions.disconnected()
         self._arrived.clear()  # not acknowledged, so the broker keeps them
+        self._arrived_bytes = 0
         if self._retry is not None:
             self._retry.cancel()
         settled = asyncio.Event()
