@@ -363,21 +363,134 @@ def test_an_object_that_is_deleted_after_it_was_listed_stops_nothing(bucket: Buc
     assert len(bucket.data_keys()) == 2
 
 
+class Listing(Context):
+    """A context whose S3 client lists by a function, and whose time a test turns."""
+
+    def __init__(self, lists: Callable[..., dict[str, Any]]) -> None:
+        super().__init__()
+        self.lists, self.time = lists, 1000.0
+
+    def monotonic(self) -> float:
+        return self.time
+
+    def client(self, service: str, config: Any, **options: Any) -> Any:
+        return _Listing(super().client(service, config, **options), self.lists)  # that one is shared
+
+
+class _Listing:
+    def __init__(self, client: Any, lists: Callable[..., dict[str, Any]]) -> None:
+        self._client, self._lists = client, lists
+
+    def list_objects_v2(self, **options: Any) -> dict[str, Any]:
+        return self._lists(self._client, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
+class Pages:
+    """Lists a bucket in pages of one entry, and notes what of."""
+
+    def __init__(self) -> None:
+        self.of: list[str] = []
+
+    def __call__(self, client: Any, **options: Any) -> dict[str, Any]:
+        self.of.append(options["Prefix"])
+        page: dict[str, Any] = client.list_objects_v2(MaxKeys=1, **options)
+        return page
+
+
 def test_without_the_right_to_list_an_export_goes_on_and_says_what_it_cannot_notice(
     bucket: Bucket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Denied(Context):
-        def client(self, service: str, config: Any, **options: Any) -> Any:
-            client = super().client(service, config, **options)
+    def deny(client: Any, **_: Any) -> None:
+        raise ClientError({"Error": {"Code": "AccessDenied"}}, "ListObjectsV2")
 
-            def deny(**_: Any) -> None:
-                raise ClientError({"Error": {"Code": "AccessDenied"}}, "ListObjectsV2")
-
-            client.meta.events.register("before-call.s3.ListObjectsV2", deny)
-            return client
-
-    exporter = make(bucket, Denied())
+    exporter = make(bucket, Listing(deny))
     for first in range(3):
         exporter.export(make_batch([b"x"], first))
     assert len(bucket.data_keys()) == 3
     assert sum(record.message.count("s3:ListBucket") for record in caplog.records) == 1
+
+
+DAY_MILLIS = 86_400_000
+
+
+@pytest.mark.parametrize(
+    ("days", "first"),
+    [
+        ([0, 0, 0, 1, 1], 5),  # several objects on a day
+        ([2, 1, 0, 0, 0], 25),  # the clock was set back, and two days beyond have lower numbers
+        ([0, 1, 2, 3, 4], 45),  # the newest day
+    ],
+)
+def test_a_copy_stops_on_whatever_page_and_day_the_other_object_is(
+    bucket: Bucket, days: list[int], first: int
+) -> None:
+    whole, first_gateway = make_batch([b"%d" % n for n in range(60)], 0), make(bucket)
+    for number, day in enumerate(days):
+        first_gateway.export(renumbered(whole, 10 * number, 10 * number + 9, shift=DAY_MILLIS * day))
+    folder = objectkeys.epoch_prefix(whole.gateway, whole.stream, whole.epoch)
+    for day in range(1, 4):  # that have files of others only
+        bucket.client.put_object(Bucket=bucket.name, Key=f"{folder}date=2999-01-0{day}/README", Body=b"")
+    copy = make(bucket, Listing(Pages()))
+    with pytest.raises(Stopped, match=f"number {first}"):
+        copy.export(renumbered(whole, first, first + 4, shift=DAY_MILLIS * 9 + 1))
+    assert len(bucket.data_keys()) == len(days)
+    copy.export(renumbered(whole, 50, 59))  # the numbers of no other object
+    assert len(bucket.data_keys()) == len(days) + 1
+
+
+def test_a_bucket_is_listed_again_every_ten_minutes_and_back_to_days_with_lower_numbers_only(
+    bucket: Bucket,
+) -> None:
+    whole = make_batch([b"%d" % n for n in range(60)], 0)
+    other, pages = make(bucket), Pages()
+    for number in range(8):
+        other.export(renumbered(whole, number, number, shift=DAY_MILLIS * number))
+    context = Listing(pages)
+    exporter = make(bucket, context)
+    exporter.export(renumbered(whole, 20, 20, shift=DAY_MILLIS * 9))
+    days = {prefix for prefix in pages.of if "date=" in prefix}
+    assert len(days) == 3, "two more than the first day with lower numbers"
+    listed = len(pages.of)
+    other.export(renumbered(whole, 21, 25, shift=DAY_MILLIS * 9 + 1))  # after the list
+    for minutes in (1, 8):
+        context.time += 60 * minutes
+        exporter.export(renumbered(whole, 30 + minutes, 30 + minutes))
+    assert len(pages.of) == listed
+    context.time += 60
+    with pytest.raises(Stopped, match="number 24"):
+        exporter.export(renumbered(whole, 24, 26))
+    assert len(pages.of) > listed
+    listed = len(pages.of)
+    exporter.export(renumbered(whole, 50, 50))
+    assert len(pages.of) == listed, "ten minutes begin anew"
+
+
+def test_an_object_of_another_name_that_an_operator_names_does_not_count_and_no_other(bucket: Bucket) -> None:
+    whole, other = make_batch([b"%d" % n for n in range(20)], 0), make(bucket)
+    for first in (0, 10):
+        other.export(renumbered(whole, first, first + 9))
+    mine = renumbered(whole, 5, 9, payload=b"mine")
+    with pytest.raises(Stopped, match="ETag") as stopped:
+        make(bucket).export(mine)
+    etag = str(stopped.value).rpartition("ETag ")[2]
+    with pytest.raises(Stopped, match="number 5"):
+        make(bucket, replaceEtag=f"{etag}0").export(mine)
+    with pytest.raises(Stopped, match="number 10"):
+        make(bucket, replaceEtag=etag).export(renumbered(whole, 5, 14, payload=b"mine"))
+    make(bucket, replaceEtag=etag).export(mine)
+    assert len(bucket.data_keys()) == 3
+
+
+def test_an_object_that_adjoins_is_not_compared_and_one_that_shares_a_number_is(bucket: Bucket) -> None:
+    whole = make_batch([b"%d" % n for n in range(21)], 0)
+    make(bucket).export(renumbered(whole, 5, 14))
+    exporter = make(bucket, Refusing("get_object", 500, "InternalError"))
+    for first, last in ((0, 4), (15, 20)):
+        exporter.export(renumbered(whole, first, last, payload=b"other"))
+    assert len(bucket.data_keys()) == 3
+    for first, last, shared in ((1, 5, 5), (14, 18, 14)):
+        with pytest.raises(Stopped, match=f"number {shared}"):
+            make(bucket).export(renumbered(whole, first, last, payload=b"other"))
