@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: help demo soak simulate crashstates planted test test-slow bench lint format docs fuzz audit venv deb image requirements release clean
+.PHONY: help demo soak simulate crashstates planted mutants test test-slow bench lint format docs fuzz audit venv deb image requirements release clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
@@ -20,6 +20,7 @@ test: venv lint ## the checks for every commit; in CI also a share of the slow t
 	@.ci/tools java mosquitto strace systemd nspawn chromium node nginx
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 3 --dist loadfile
 	$(if $(CI),@.ci/tools lintian mmdebstrap podman compose qemu)
+	$(if $(CI),-$(BIN)/python -m tests.mutants --changed --sample 20 --jobs 2 --minutes 3 --seconds 12)
 	$(if $(CI),$(BIN)/python -m pytest -m slow --share $(or $(SHARE),$(shell expr $$(date +%s) / 86400)))
 
 test-slow: venv ## the tests that take minutes; SHARE=1 runs only the first share
@@ -36,6 +37,11 @@ crashstates: venv ## what a power cut may leave of real runs, each state started
 planted: venv ## plants 89 defects, and notes what finds each (hours): ONLY=words of one, JOBS=1
 	@.ci/tools java mosquitto
 	$(BIN)/python -m tests.planted --jobs $(or $(JOBS),1) $(if $(ONLY),--only "$(ONLY)")
+
+mutants: venv ## changes the code by chance, prints what no test sees: ONLY=bridge/streams, SAMPLE=50, SEED=, JOBS=1
+	@.ci/tools java mosquitto
+	$(BIN)/python -m tests.mutants --jobs $(or $(JOBS),1) --sample $(or $(SAMPLE),50) \
+	  $(if $(ONLY),--only $(ONLY)) $(if $(SEED),--seed $(SEED))
 
 bench: venv ## all benchmarks with their peers, and benchmarks/results.md from them (two hours)
 	@.ci/tools java mosquitto redis rabbitmq

@@ -97,11 +97,11 @@ def by_tests(defect: Defect) -> Found:
         return Found("", 0)  # no test reaches it
     with tree(defect) as copy, tree(None) as clean:
         while len(flaky) < FLAKY:
-            failed = _first_failed(copy, files, flaky)
+            failed = first_failed(copy, files, flaky)
             if not failed:
                 break
             took = time.monotonic() - began
-            if _first_failed(copy, [failed]) and not _first_failed(clean, [failed]):
+            if first_failed(copy, [failed]) and not first_failed(clean, [failed]):
                 return Found(failed, took)
             flaky.append(failed)
     return Found("", time.monotonic() - began)
@@ -119,7 +119,7 @@ def simulate(place: Path, seed: int) -> Found:
     began = time.monotonic()
     try:
         command = ["taskset", "--cpu-list", str(processor), sys.executable, *SIMULATION, str(seed)]
-        status, said = _run(command, place, SIMULATION_LIMIT)
+        status, said = run(command, place, SIMULATION_LIMIT)
     finally:
         _processors.put(processor)
     lines = [line for line in said.splitlines() if line.strip()]
@@ -164,13 +164,18 @@ def _words(text: str) -> set[str]:
     return set(re.findall("[a-z]{4,}", text.lower()))
 
 
-def _first_failed(place: Path, tests: Iterable[str], without: Iterable[str] = ()) -> str:
-    """The first test that fails in a tree, as pytest names it without parameters; empty if none does."""
+def first_failed(
+    place: Path, tests: Iterable[str], without: Iterable[str] = (), limit: float = TESTS_LIMIT
+) -> str:
+    """The first test that fails in a tree, as pytest names it without parameters; empty if none does.
+
+    Raises RuntimeError if pytest fails and names none, also after `limit` seconds.
+    """
     report = place / "report.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-x", *OPTIONS, *tests]
     command += [f"--junitxml={report}"]
-    status, said = _run(command + [f"--deselect={name}" for name in without], place, TESTS_LIMIT)
+    status, said = run(command + [f"--deselect={name}" for name in without], place, limit)
     if status == 0:
         return ""
     if report.exists():
@@ -190,10 +195,10 @@ def _name_of(place: Path, outer: str, name: str) -> str:
 
 def pytest(place: Path, tests: Iterable[str]) -> str:
     """Run tests in a tree to their end; returns what pytest says."""
-    return _run([sys.executable, "-m", "pytest", *OPTIONS, *tests], place, 2 * TESTS_LIMIT)[1]
+    return run([sys.executable, "-m", "pytest", *OPTIONS, *tests], place, 2 * TESTS_LIMIT)[1]
 
 
-def _run(command: list[str], place: Path, limit: float) -> tuple[int, str]:
+def run(command: list[str], place: Path, limit: float) -> tuple[int, str]:
     """Run a command in a tree; a run that takes longer than `limit` seconds has failed."""
     environment = {name: value for name, value in os.environ.items() if name != "CI"}
     environment |= {"PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
