@@ -313,8 +313,8 @@ class Router:
         return True
 
     def _put(self, session: Session, out: Outgoing, *, keep: bool) -> None:
-        """Give one session a message. `keep`: the journal keeps it if the session is persistent."""
-        if out.qos and session.persistent and keep:
+        """Give one session a message. `keep`: the journal keeps it even while the client is there."""
+        if out.qos and session.persistent and (keep or session.line is None):
             self._journal.queued(out.message, [session], [out])
         session.outbox.put(out)
 
