@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from botocore.exceptions import PartialCredentialsError
+from botocore.exceptions import ClientError, PartialCredentialsError
 
 from bridge import Context, Exporter, Retry
 from bridge.plugin import aws, discovery
@@ -223,6 +223,19 @@ def connected(path: Path, exports: str) -> tuple[int, dict[str, tuple[bool | Non
     done = streambridge("check", "-c", path, "--connect", "--json", env=env)
     found = json.loads(done.stdout)["destinations"]
     return done.returncode, {one["export"]: (one["ok"], one["what"]) for one in found}
+
+
+@pytest.mark.parametrize(
+    ("header", "after"), [("7", 7), ("120", 120), ("9999", 300), ("soon", None), ("", None), (None, None)]
+)
+@pytest.mark.parametrize(("code", "usual"), [("InternalFailure", None), ("ThrottlingException", 1)])
+def test_an_error_of_aws_is_waited_out_for_as_many_seconds_as_it_asks_for(
+    header: str | None, after: float | None, code: str, usual: float | None
+) -> None:
+    headers = {} if header is None else {"retry-after": header}
+    answer: Any = {"Error": {"Code": code, "Message": "x"}, "ResponseMetadata": {"HTTPHeaders": headers}}
+    found = aws.failure(ClientError(answer, "PutRecords"), "kinesis:PutRecords")
+    assert found.after == (usual if after is None else after)
 
 
 def test_check_connect_says_for_each_destination_what_it_could_do(

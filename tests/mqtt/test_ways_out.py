@@ -332,8 +332,10 @@ def test_what_replaces_a_retained_message_frees_the_room_of_whose_it_was(
     for one, other in ((them, me), (me, them)):  # nobody counts for what is gone
         assert keeps(one, "y", 60)
         assert keeps(other, "z", 55), "of who has most"
-        assert keeps(one, "y", 20)
+        assert keeps(other, "z", 0)
         assert keeps(one, "q", 20)
+        assert keeps(one, "y", 50)
+        assert keeps(one, "y", 20)
         assert keeps(other, "z", 58)
         assert keeps(one, "r", 10), "it has less than the other"
         assert all(keeps(other, topic, 0) for topic in "yzqr")
