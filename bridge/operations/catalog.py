@@ -359,8 +359,9 @@ class _Hidden:
         self._caller, self._withheld = caller, Withheld(caller.withheld)
 
     def __call__(self) -> Withheld | None:
-        if self._caller.successor is not None:
-            self._caller = self._caller.latest()
+        caller = self._caller.latest()
+        if caller is not self._caller:
+            self._caller = caller
             self._withheld = Withheld(self._caller.withheld)
         return self._withheld if self._caller.withheld else None
 

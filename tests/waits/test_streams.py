@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from bridge.access.rules import AccessRule, Deny
 from bridge.model import MessageStreamDefinition, StrategyOnFull
 from bridge.mqtt.wire.packets import V5
 from tests.mqtt.harness import Packet, publish, until
 
-from .house import House, rule, waits_test
+from .house import ALL, House, rule, waits_test
 from .scheduler import Scheduler
 
 SUBMIT = "bridge/streams/committer.py Committer._submit: self._runtime.work"
@@ -102,5 +103,26 @@ def test_what_changes_during_a_commit_neither_loses_a_message_nor_acknowledges_a
         if change is not deleted:
             assert await house.payloads("durable") == [b"x"]
         assert house.store.committer.under_pressure is False
+
+    waits_test(test, tmp_path)
+
+
+def test_a_topic_that_is_denied_while_a_read_waits_is_left_out(tmp_path: Path) -> None:
+    async def test(house: House, scheduler: Scheduler) -> None:
+        client = await house.connect("c", user="bob", password=b"b")
+        await client.exchange(publish("in/secret", b"secret", 1, 1))
+        house.manager.update(
+            MessageStreamDefinition(name="s", strategy_on_full=StrategyOnFull.RejectNewData, topics=["now/#"])
+        )
+        denied = AccessRule(user="ann", **ALL, deny=Deny(read=["in/secret"]))
+        asked = asyncio.ensure_future(
+            house.http("/requests/readMessages", {"streamName": "s", "readMessagesOptions": WAIT})
+        )
+        await until(lambda: scheduler.seen[READS])
+        house.reload(acl=[denied, rule("bob")])
+        for number in (2, 3):
+            await client.exchange(publish(f"now/{number}", b"open", 1, number))
+        answer = (await asked)[1]
+        assert [one["topic"] for one in answer["messages"]] == ["now/2", "now/3"]
 
     waits_test(test, tmp_path)
