@@ -549,6 +549,8 @@ class StreamManager:
                 numbers.append(self.submit(name, payload, message_id, headers)[1])
                 if not len(numbers) % APPENDED:
                     await asyncio.sleep(0)
+                    if stream.closed:  # another one may have its name now
+                        raise StreamNotFound(f"stream {name!r} was deleted during the request")
         except StreamError as error:
             if numbers:
                 await committed(stream)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bridge.access.rules import AccessRule, Deny
+from bridge.errors import StreamBridgeError
 from bridge.model import MessageStreamDefinition, StrategyOnFull
 from bridge.mqtt.wire.packets import V5
 from tests.mqtt.harness import Packet, publish, until
@@ -124,5 +125,19 @@ def test_a_topic_that_is_denied_while_a_read_waits_is_left_out(tmp_path: Path) -
             await client.exchange(publish(f"now/{number}", b"open", 1, number))
         answer = (await asked)[1]
         assert [one["topic"] for one in answer["messages"]] == ["now/2", "now/3"]
+
+    waits_test(test, tmp_path)
+
+
+def test_an_append_whose_stream_is_deleted_and_made_again_is_not_called_stored(tmp_path: Path) -> None:
+    async def test(house: House, scheduler: Scheduler) -> None:
+        def again() -> None:
+            house.manager.delete("s")
+            house.stream("s", "in/#")
+
+        scheduler.at(SLICE, again)
+        with pytest.raises(StreamBridgeError, match="deleted"):
+            await house.manager.append_all("s", [b"x"] * 1500)
+        assert await house.payloads("s") == []
 
     waits_test(test, tmp_path)
