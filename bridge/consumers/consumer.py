@@ -433,6 +433,7 @@ class Consumer:
     # -- dead letters ------------------------------------------------------------------------------------
     async def _reject(self, reasons: dict[int, str]) -> None:
         """Settle messages as rejected, each after its dead letter is stored. Raises StreamBridgeError."""
+        position = self.position
         self._rejecting |= reasons.keys()
         try:
             for count, (number, reason) in enumerate(reasons.items(), 1):
@@ -440,8 +441,8 @@ class Consumer:
                     await asyncio.sleep(0)
                 for row in self._host.rows(self.stream, number, number + 1, 1, 1):
                     await self._dead_letter(row, reason)
-                if number in self.position.leases:
-                    self.position.settle([number], rejected=True, now=self.stream.clock.wall())
+                if self.position is position and number in position.leases:  # the start may have moved
+                    position.settle([number], rejected=True, now=self.stream.clock.wall())
         finally:
             self._rejecting -= reasons.keys()
             for number in reasons:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,3 +142,39 @@ def test_an_append_whose_stream_is_deleted_and_made_again_is_not_called_stored(t
         assert await house.payloads("s") == []
 
     waits_test(test, tmp_path)
+
+
+def test_a_start_that_moves_while_a_dead_letter_is_stored_rejects_nothing_there(tmp_path: Path) -> None:
+    async def test(house: House, scheduler: Scheduler) -> None:
+        def define(start: int) -> None:
+            house.manager.update(
+                MessageStreamDefinition(
+                    name="s",
+                    strategy_on_full=StrategyOnFull.RejectNewData,
+                    topics=["in/#"],
+                    export_definition=consumer(start),
+                )
+            )
+
+        house.stream("letters")
+        await house.manager.append_all("s", [b"0", b"1", b"2"])
+        define(0)
+        fetched = (await house.http("/requests/fetchMessages", fetch()))[1]
+        assert [one["sequenceNumber"] for one in fetched["messages"]] == [0, 1, 2]
+
+        async def moved() -> None:
+            define(1)
+            await house.manager.fetch("s", "c", 10, wait=0, holder="another")
+
+        scheduler.at(LETTER, moved)
+        body = {"name": "s", "consumer": "c", "terminate": [2]}
+        await house.http("/requests/ackMessages", body)
+        found = next(iter(house.manager.consumers.of("s"))).status()
+        assert found.unacknowledged_messages_count == 2, "the new start still has what it delivered"
+        assert [json.loads(one)["sequenceNumber"] for one in await house.payloads("letters")] == [2]
+
+    waits_test(test, tmp_path)
+
+
+def fetch() -> dict[str, Any]:
+    return {"name": "s", "consumer": "c", "maxMessageCount": 10}
