@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bridge.access.rules import AccessRule
+from tests.mqtt.harness import until
 
 from .house import KEY, SECRET, House, rule, waits_test
 from .scheduler import Scheduler
@@ -22,16 +25,16 @@ def removed(house: House) -> None:
     house.reload()
 
 
-def behind(house: House) -> None:
-    """The disk is behind for a moment: requests wait for room."""
-    house.store.committer.under_pressure = True
-
-    def over() -> None:
-        house.store.committer.under_pressure = False
-        for notify in house.manager.on_pressure:
-            notify(False)
-
-    house.store.runtime.later(0.01, over)
+async def put_behind(house: House, data: bytes) -> tuple[int, dict[str, Any]]:
+    """Put a record while the disk is behind, until the request waits for room."""
+    committer, seen = house.store.committer, house.scheduler.seen[ROOM]
+    committer.under_pressure = True
+    answer = asyncio.ensure_future(house.put(data))
+    await until(lambda: house.scheduler.seen[ROOM] > seen or answer.done())
+    committer.under_pressure = False
+    for notify in house.manager.on_pressure:
+        notify(False)
+    return await answer
 
 
 @pytest.mark.parametrize("page", ["none", "look"])
@@ -63,8 +66,7 @@ def test_a_key_that_is_removed_while_a_record_arrives_puts_nothing(tmp_path: Pat
         house.reload()
         assert (await house.put(b"y"))[0] == 200
         scheduler.at(ROOM, lambda: removed(house))
-        behind(house)
-        assert (await house.put(b"z"))[1]["__type"] == "AccessDeniedException"
+        assert (await put_behind(house, b"z"))[1]["__type"] == "AccessDeniedException"
         assert await house.payloads("d") == [b"y"]
 
     waits_test(test, tmp_path)
@@ -76,8 +78,7 @@ def test_a_reload_in_between_takes_nothing_from_a_user_to_whom_only_the_page_is_
     async def test(house: House, scheduler: Scheduler) -> None:
         house.delivery()
         scheduler.at(ROOM, house.reload)
-        behind(house)
-        status, answer = await house.put(b"x")
+        status, answer = await put_behind(house, b"x")
         assert (status, answer.get("message")) == (200, None)
         assert await house.payloads("d") == [b"x"]
 
