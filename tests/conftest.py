@@ -12,6 +12,8 @@ from typing import TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 
+from bridge import books
+
 # How long an example takes says something of the machine, which may be busy or stand still for seconds.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
@@ -98,6 +100,23 @@ def _a_broken_pipe_is_an_error() -> Iterator[None]:
     """A command that a test calls in this process lets SIGPIPE end it; that is not for the tests after it."""
     yield
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+
+
+@pytest.fixture(autouse=True)
+def _the_books_balance() -> Iterator[None]:
+    """Every counter of what this test has opened in this process is right at its end (`bridge.books`)."""
+    books.keep(set())
+    yield
+    try:
+        books.check()
+    finally:
+        books.keep(set())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _services_keep_books() -> None:
+    """A service in a process of its own ends with an error if a counter is wrong."""
+    os.environ[books.VARIABLE] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)

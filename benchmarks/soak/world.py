@@ -25,6 +25,7 @@ from benchmarks.testbed.certificates import Authority
 from benchmarks.testbed.forwarder import Forwarder
 from benchmarks.testbed.local import free_port
 from benchmarks.testbed.mosquitto import Mosquitto
+from bridge import books
 from bridge.access.users import hash_password
 
 DISK = 512 << 20
@@ -142,7 +143,7 @@ class World:
 
     def __init__(self, root: Path, disk: Path | None, devices: int) -> None:
         self.root, self.disk, self.devices = root, disk, devices
-        os.environ.update(plan.CREDENTIALS)
+        os.environ.update(plan.CREDENTIALS | {books.VARIABLE: "1"})
         self.gateways: dict[str, Gateway] = {}
         self.data: dict[str, Path] = {}  # their data directories
         self._ends = ExitStack()

@@ -6,11 +6,12 @@ or leased.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from heapq import heapify, heappop, heappush
 
 from msgspec import Struct
 
+from bridge import books
 from bridge.decoded import Natural, Next
 from bridge.ranges import Pair, Ranges, runs
 from bridge.streams.drops import Passed
@@ -70,6 +71,13 @@ class Position:
         self._changed: set[int] = set()
         self._added = Ranges()
         self.unsaved_from: int | None = None  # the lowest number acknowledged or rejected since `take`
+        books.opened(self)
+
+    def recount(self) -> Iterable[books.Entry]:
+        below = sum(
+            min(last, self.frontier - 1) - first + 1 for first, last in self.settled if first < self.frontier
+        )
+        yield "leases", len(self.leases), self.frontier - below
 
     @property
     def upto(self) -> int:

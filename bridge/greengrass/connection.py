@@ -103,7 +103,7 @@ class Connection(Flow):
         self._skip = 0  # bytes of a too large frame that are still to be discarded
         self._skipped: tuple[int, bytes] = (0, b"")  # its operation and its first bytes
         self._reads: set[asyncio.Task[None]] = set()
-        self._appends = 0  # not yet answered
+        self.appends = 0  # not yet answered
         self._writable = asyncio.Event()
         self._writable.set()
         self._settled: asyncio.Future[None] | None = None
@@ -364,7 +364,7 @@ class Connection(Flow):
 
     def _watch(self) -> None:
         """Disconnect a client that is silent for too long and has no request under way."""
-        busy = self._reads or self._appends or self.holds
+        busy = self._reads or self.appends or self.holds
         left = self._front.idle_timeout - (0.0 if busy else self._loop.time() - self._heard)
         if left > 0:
             self._silence = self._loop.call_later(left, self._watch)
@@ -426,7 +426,7 @@ class Connection(Flow):
         except StreamBridgeError as error:
             self._failed(Op.APPEND, request_id, error)
             return
-        self._appends += 1
+        self.appends += 1
         numbers = group.get(stream)
         if numbers is None:
             group[stream] = [(request_id, number)]
@@ -440,7 +440,7 @@ class Connection(Flow):
 
     def _committed(self, numbers: list[tuple[str, int]], since: float, error: StreamError | None) -> None:
         """The commit of these appends has succeeded or failed."""
-        self._appends -= len(numbers)
+        self.appends -= len(numbers)
         if self._loop.time() - since < LATE:
             if error is None:
                 self._send(b"".join([wire.appended(request_id, number) for request_id, number in numbers]))
@@ -545,12 +545,12 @@ class Connection(Flow):
         self.hold("stop")
         for task in self._reads:
             task.cancel()
-        while (self._appends or self._reads) and self._phase is not Phase.ENDING:
+        while (self.appends or self._reads) and self._phase is not Phase.ENDING:
             self._settled = self._settled or self._loop.create_future()
             await asyncio.shield(self._settled)
         self.end("")
 
     def _settle(self) -> None:
-        if self._settled is not None and (self._phase is Phase.ENDING or not (self._appends or self._reads)):
+        if self._settled is not None and (self._phase is Phase.ENDING or not (self.appends or self._reads)):
             self._settled.set_result(None)
             self._settled = None

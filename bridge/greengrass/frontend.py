@@ -21,6 +21,7 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from bridge import books
 from bridge.access.guesses import Guesses
 from bridge.access.remembered import remember
 from bridge.access.tokens import Proven, digest, read_tokens
@@ -35,7 +36,7 @@ from bridge.net.peer import Owners, uid_of
 from bridge.readable import read_regular, unreadable
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Iterable
 
     from bridge.access.logins import Access
     from bridge.access.rules import Identity
@@ -89,6 +90,14 @@ class GreengrassFrontEnd:
         self._owners = owners or Owners()
         self._known: dict[bytes, None] = {}  # digests of tokens that were in the files
         self._mapped: dict[int, str] = {}  # users of ours by the ids of local ones
+        books.opened(self)
+
+    def recount(self) -> Iterable[books.Entry]:
+        yield from self.limits.recount(one.host for one in self.connections)
+        yield "guests that are gone", self.guests.peers() - self.connections, set()
+        yield "unfinished frames that are gone", self._partial.keys() - self.connections, set()
+        if not any(stream.pending_bytes for stream in self.manager.store.streams.values()):
+            yield "unanswered appends", {one.appends for one in self.connections} - {0}, set()
 
     async def start(self) -> list[str]:
         """Listen; returns the urls, port 0 resolved. Raises ConfigError."""

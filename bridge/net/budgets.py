@@ -216,6 +216,10 @@ class Budgets(Generic[T]):
         if not meter.connections and self._meters.get(place) is meter:
             del self._meters[place]
 
+    def meters(self) -> list[Meter[T]]:
+        """Return all that are remembered."""
+        return list(self._meters.values())
+
     def is_news(self, meter: Meter[T]) -> bool:
         """Return whether to report that a meter is over its budget: once for each meter."""
         place = meter.budget.name, meter.key

@@ -8,9 +8,10 @@ peers with the most pending bytes, then the oldest. So a flood displaces itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
+from bridge import books
 from bridge.net.addresses import network_of
 
 EACH = 4 * 1024  # bytes of a silent connection
@@ -26,6 +27,16 @@ class Guests(Generic[T]):
         self._networks: dict[str, dict[T, int]] = {}
         self._held: Counter[str] = Counter()  # bytes of each network
         self.total = 0
+        books.opened(self)
+
+    def recount(self) -> Iterable[books.Entry]:
+        held = {network: sum(peers.values()) for network, peers in self._networks.items()}
+        yield "held", dict(self._held), held
+        yield "total", self.total, sum(held.values())
+
+    def peers(self) -> set[T]:
+        """Return all."""
+        return set().union(*self._networks.values())
 
     def keep(self, peer: T, address: str, pending: int) -> None:
         """Set the pending bytes of a peer."""

@@ -36,7 +36,7 @@ import socket
 import ssl
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
 from functools import lru_cache
@@ -47,6 +47,7 @@ from typing import Any, NamedTuple, cast
 import h11
 import msgspec
 
+from bridge import books
 from bridge.net.addresses import host_and_port, is_loopback, network_of, parse, peer_of
 from bridge.net.flow import Flow
 from bridge.net.guests import Guests
@@ -172,6 +173,11 @@ class HttpServer:
         self.guests: Guests[HttpConnection] = Guests(self.limits.bodies, HttpConnection.dismiss)
         self.stopping = False
         self._handshakes = Handshakes()
+        books.opened(self)
+
+    def recount(self) -> Iterable[books.Entry]:
+        yield from self.counted.recount(one.address for one in self.connections)
+        yield "guests that are gone", self.guests.peers() - self.connections, set()
 
     async def start(self) -> str:
         """Listen. Returns the URL with the actual port. Raises ConfigError."""

@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections import Counter
+from collections.abc import Iterable
 
+from bridge import books
 from bridge.net.addresses import network_of
 
 SPARE_DESCRIPTORS = 200
@@ -38,6 +40,13 @@ class ConnectionLimits:
     def set(self, connections: int, connections_per_address: int) -> None:
         """Change the limits. Existing connections beyond them stay."""
         self._most, self._most_of_one = connections, connections_per_address
+
+    def recount(self, addresses: Iterable[str | None]) -> Iterable[books.Entry]:
+        """Compare with the open connections, which entered with these addresses."""
+        addresses = list(addresses)
+        yield "connections", self._open, len(addresses)
+        networks = Counter(network_of(one) for one in addresses if one is not None)
+        yield "connections by network", self._by_network, networks
 
     def __len__(self) -> int:
         """The number of open connections."""

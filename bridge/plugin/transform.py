@@ -12,6 +12,9 @@ The entry with the empty key has the `reduce` rules of the batch that begins at 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
+
+from bridge import books
 
 MAX_STATE = 64 * 1024  # bytes of all entries; the least recently set ones are forgotten
 MAX_KEY, MAX_VALUE = 255, 32 * 1024
@@ -29,9 +32,16 @@ class TransformState:
         """Read a result of `stored`. Raises ValueError if it is not one."""
         self._kept = dict(_entries(stored))
         self.rules = self._kept.pop(b"", b"")
-        self._size = sum(_HEAD.size + len(key) + len(value) for key, value in self._kept.items())
+        self._size = self._recounted()
         self._changes: list[tuple[int, bytes, bytes]] = []  # values set at records from the position on
         self._latest: dict[bytes, bytes] = {}
+        books.opened(self)
+
+    def recount(self) -> Iterable[books.Entry]:
+        yield "size", self._size, self._recounted()
+
+    def _recounted(self) -> int:
+        return sum(_HEAD.size + len(key) + len(value) for key, value in self._kept.items())
 
     def get(self, key: bytes) -> bytes | None:
         """Return the value of a key; None if it was never set, or was forgotten."""

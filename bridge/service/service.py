@@ -34,7 +34,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from bridge import audit, logs, process
+from bridge import audit, books, logs, process
 from bridge.access.logins import Access
 from bridge.auth.supervisor import Auth
 from bridge.config import settings as configuration
@@ -288,6 +288,7 @@ class Service:
             audit.record("stop", why="signal" if self._signalled else "internal error")
             for task in self._pending:
                 task.cancel()
+        books.check()
         if not (unsynced or front_end.failed):
             log.info("stopped; everything acknowledged is stored")
         if self._failed:
@@ -325,6 +326,8 @@ class Service:
         while True:
             await tick(REFRESH)
             await self._manager.refresh()
+            if os.environ.get(books.VARIABLE) == "1":
+                books.check()
             self._record_clock()
             self._report_expiry()
             self._report_full_streams()

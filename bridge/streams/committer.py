@@ -24,6 +24,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
+from bridge import books
 from bridge.runtime import Runtime, Timer
 from bridge.streams.delay import Delay
 from bridge.streams.pace import SLOW, Pace
@@ -53,7 +54,7 @@ class Committer:
         self._commit_delay = commit_delay
         self._dirty: list[Stream] = []
         self._gathering = False  # `gather` commits the groups that are scheduled now
-        self._flights = 0  # groups in worker threads
+        self._flights: set[Stream] = set()  # whose groups are in worker threads
         self._pending_bytes: dict[Stream, int] = {}
         self._total = 0
         self._syncing: dict[Stream, asyncio.Future[None]] = {}
@@ -65,6 +66,18 @@ class Committer:
         self._held: dict[Stream, tuple[Timer, float]] = {}  # streams whose next group waits, and until when
         self.under_pressure = False
         self.on_pressure: list[Callable[[bool], None]] = []
+        books.opened(self)
+
+    def recount(self) -> Iterable[books.Entry]:
+        yield "total", self._total, sum(self._pending_bytes.values())
+        streams = set(self._streams.values())
+        pending = self._pending_bytes.items()
+        over = {one for one, size in pending if one not in streams or (size and not one.pending_bytes)}
+        yield "pending_bytes of streams without any", over, set()
+        flights = {stream for stream in streams if stream.queue.flight is not None}
+        yield "flights", self._flights & streams, flights
+        pinned = {stream for stream in streams if stream.log.directory.pinned}
+        yield "pins", pinned, (self._flights | self._syncing.keys()) & streams
 
     # -- commits ---------------------------------------------------------------------------------
     def schedule(self, stream: Stream) -> None:
@@ -144,7 +157,7 @@ class Committer:
         elif alone and self._proven >= PROVEN and not self._flights and len(staged.group.parts) <= 2 * SMALL:
             self._write(stream, staged, sync=True)
         else:
-            self._flights += 1
+            self._flights.add(stream)
             stream.pin()
             self._submit(stream, staged, first=True)
 
@@ -220,7 +233,7 @@ class Committer:
             if again is not None:
                 self._submit(stream, again, first=first)
                 return
-        self._flights -= 1
+        self._flights.discard(stream)
         if stream.closed:
             self._elsewhere.pop(stream, None)
             stream.discard(staged)

@@ -41,6 +41,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from bridge import books
 from bridge.decoded import MOST, FromMinusOne, Next
 from bridge.deflate import crc32
 from bridge.streams.layout import Files
@@ -194,6 +195,10 @@ class Drops:
     def __init__(self) -> None:
         self.ranges: list[Drop] = []
         self.number = 0  # how many numbers they hold
+        books.opened(self)
+
+    def recount(self) -> Iterable[books.Entry]:
+        yield "number", self.number, _number(self.ranges)
 
     def add(self, drop: Drop) -> list[Drop]:
         """Add a drop; returns the parts that were not dropped before."""

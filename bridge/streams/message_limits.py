@@ -18,10 +18,11 @@ A table with one entry per live message exists only with a limit per topic.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from bridge import books
 from bridge.errors import CorruptData, MessageTooLarge, StreamFull
 from bridge.streams import segment
 from bridge.streams.contents import Contents, Ranges
@@ -47,7 +48,7 @@ class MessageLimitPolicy:
 
     def __init__(self, stream: Contents, queue: CommitQueue) -> None:
         """What is in `queue` counts as admitted."""
-        self._stream = stream
+        self._stream, self._queue = stream, queue
         self._limits = limits = stream.settings.limits
         self.guards_appends = limits.max_message_size is not None or limits.discard_new
         self.stale = True  # the counts must be read from the files (again): not read yet, or other drops
@@ -62,6 +63,15 @@ class MessageLimitPolicy:
         for topic, data in queue.messages():
             self.admitted(topic, data)
         self._clear()
+
+    def recount(self) -> Iterable[books.Entry]:
+        admitted = list(self._queue.messages()) if self._limits.discard_new else []
+        yield "admitted", self._admitted, sum(data for _, data in admitted)
+        topics = admitted if self._limits.max_messages_per_topic is not None else []
+        yield "admitted_topics", self._admitted_topics, Counter(topic for topic, _ in topics)
+        if self.by_topic and not self.stale:
+            live = sum(size for entries in self._topics.values() for _, size in entries)
+            yield "live_bytes", self._live_bytes, live
 
     def _clear(self) -> None:
         self.close()

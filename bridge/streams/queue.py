@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from bridge import books
 from bridge.errors import StreamError
 from bridge.streams.segment import RECORD_OVERHEAD
 
@@ -66,6 +67,12 @@ class CommitQueue:
         self.heard = 0.0  # see `after_commit`; the latest time of the pending group
         self._waiters, self._committing = list[Waiter](), list[Waiter]()
         self._released: asyncio.Event | None = None  # set when nothing is in flight; None: nobody waits
+
+    def recount(self) -> Iterable[books.Entry]:
+        group = self.group
+        beside = [*group.headers.values(), *group.ids.values()]
+        size = sum(map(len, group.parts)) + sum(map(len, beside)) + RECORD_OVERHEAD * self.pending
+        yield "group.size", group.size, size + 8 * len(group.headers.keys() | group.ids.keys())
 
     @property
     def flight_size(self) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from bridge import books
 from bridge.clock import Clock
 from bridge.encryption import OVERHEAD, Keys
 from bridge.errors import MessageTooLarge, StorageFailed, StreamDeleted, StreamError, StreamFull
@@ -92,6 +93,13 @@ class Stream(Contents):
         if meta.settings.dedup_window is not None:
             self.deduplicate()
         self._apply()
+        books.opened(self)
+
+    def recount(self) -> Iterable[books.Entry]:
+        yield from self.queue.recount()
+        yield "total_bytes", self.log.total_bytes, sum(self.log.sizes.values())
+        if self.limits is not None:
+            yield from self.limits.recount()
 
     @property
     def pending_bytes(self) -> int:

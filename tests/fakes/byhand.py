@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from bridge import books
 from bridge.access.logins import Access
 from bridge.clock import Clock
 from bridge.errors import NotEnoughMessages, StreamError, StreamFull
@@ -298,6 +299,7 @@ class World:
         """Let so much time pass, and do what is due."""
         self.machine.sleep(seconds)
         self.runtime.run(self.runtime.time + seconds)
+        books.check()
 
     def connect(self, data: bytes, pieces: int = 0, address: str = "10.0.0.1") -> Wire:
         """A client that has sent its CONNECT."""

@@ -38,6 +38,7 @@ from benchmarks.testbed.mqtt import (
     subscribe,
     unsubscribe,
 )
+from bridge import books
 from bridge.access.logins import Access
 from bridge.auth.supervisor import Auth
 from bridge.encryption import Keys
@@ -196,6 +197,7 @@ class Bridge:
             await self.auth.start()
 
     async def stop(self) -> None:
+        books.check()  # while there are still connections and sessions
         if self.auth is not None:
             await self.auth.stop()
         await self.front.stop()
@@ -280,6 +282,7 @@ async def until(condition: Callable[[], Any], timeout: float = DEADLINE, what: s
     while not condition():
         assert time.monotonic() < end, f"not within {timeout} s: {what or inspect.getsource(condition)}"
         await asyncio.sleep(0.005)
+    books.check()
 
 
 @asynccontextmanager

@@ -15,7 +15,9 @@ from bridge.mqtt.wire.packets import V5
 
 from .harness import Bridge, Client, Packet, publish, subscribe, until
 from .test_access import users, with_bridge
+from .test_proxy import header, listener
 
+HERE = "127.0.0.1"
 TOPICS = ("in/a", "in/b", "plain/a", "plain/b")
 FILTERS = ("in/#", "plain/#", "#")
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -76,17 +78,15 @@ class Tried:
 
 
 async def connected(bridge: Bridge, client_id: str, address: str, **options: Any) -> Tried:
-    """A client whose connection comes from an address."""
-    client = await bridge.open()
-    connections = bridge.server.connections.open
-    await until(lambda: any(not member.session for member in connections))
-    (member,) = (member for member in connections if not member.session)
-    member.address = address
+    """A client on this machine, or behind a proxy that names its address."""
+    client = await bridge.open(address != HERE)
+    if address != HERE:
+        client.send(header(address))
     await client.connect(client_id, level=V5, **options)
     return Tried(client, client_id)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.7"], ids=["here", "elsewhere"])
+@pytest.mark.parametrize("address", [HERE, "192.0.2.7"], ids=["here", "elsewhere"])
 def test_a_connected_client_has_the_rights_of_the_new_rules(tmp_path: Path, address: str) -> None:
     path = users(tmp_path, "feeder:" + hash_password(b"f"))
 
@@ -106,7 +106,7 @@ def test_a_connected_client_has_the_rights_of_the_new_rules(tmp_path: Path, addr
             fresh.client.disconnect()
             await until(lambda: bridge.stat("connections") == 2)
 
-    with_bridge(tmp_path, test, users_file=path, allow_anonymous=True)
+    with_bridge(tmp_path, test, users_file=path, allow_anonymous=True, listener=[listener()])
 
 
 def test_no_password_of_before_opens_anything_after_a_reload(tmp_path: Path) -> None:

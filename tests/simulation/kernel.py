@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from random import Random
 from typing import Any
 
+OFTEN = 250  # steps
 SHORT, HANDED_OVER = 60e-6, 0.3  # of calls that take less (in s), so many hand over
 
 
@@ -61,6 +62,7 @@ class Kernel:
         self.process: Process | None = None  # whose code runs
         self.thread: Thread | None = None
         self.steps = 0
+        self.look: Callable[[], object] = int  # called between two turns, once in `OFTEN` steps
         self._events: list[tuple[float, int, Process | None, Callable[..., object], tuple[Any, ...]]] = []
 
     def later(self, seconds: float, process: Process | None, do: Callable[..., object], *args: Any) -> None:
@@ -86,6 +88,8 @@ class Kernel:
             self.kill(process, -9)
         if process.loop is not None and not process.dead:
             process.loop.kick()
+        if not self.steps % OFTEN:
+            self.look()
         return True
 
     def step_thread(self) -> None:

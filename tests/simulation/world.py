@@ -16,6 +16,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from bridge import books
+
 from . import boundary, settings
 from . import kernel as kernels
 from . import loop as loops
@@ -58,6 +60,7 @@ class World:
         self.random = Random(f"world {seed}")
         self.kernel = Kernel(seed)
         kernels.use(self.kernel)
+        self.kernel.look = self._check_books
         self.story: list[str] = []
         self.crashes = 0
         self._lines: Counter[str] = Counter()  # of the log since the last start, by message
@@ -162,6 +165,11 @@ class World:
         """How many messages were."""
         return sum(message.acked is not None for device in self.devices for message in device.messages)
 
+    def _check_books(self) -> None:
+        """Every counter of the gateway is right between two of its turns."""
+        if self.process is not None and not self.process.dead:
+            books.check()
+
     # -- the gateway
 
     def _write_config(self) -> None:
@@ -182,6 +190,7 @@ class World:
         if self.sync_failures:
             self.checks.after_cut()
         self._lines.clear()
+        books.keep(set())  # those of the last one ended somewhere
         process = self.process = self.kernel.spawn("gateway")
         process.at_exit.append(lambda: boundary.close_all(process))
         process.loop = loops.Loop(process)
@@ -280,6 +289,7 @@ class World:
             self.checks.whole()
         self.settle()
         self.checks.whole()
+        self._check_books()
 
     def do(self, step: Step) -> None:
         """Make a step."""

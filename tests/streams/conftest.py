@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from bridge import books
 from bridge.clock import System
 from bridge.encryption import Keys, new_master
 from bridge.operations.manager import committed
@@ -58,6 +59,7 @@ class House:
         )
         try:
             yield store
+            books.check()  # before it is closed
         finally:
             self.unsynced = await store.close()
 

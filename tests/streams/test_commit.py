@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+from bridge import books
 from bridge.errors import StreamError
 from bridge.operations.manager import committed
 from bridge.streams.committer import HIGH, LOW, PROVEN, QUICK, SMALL
@@ -42,6 +43,18 @@ class SlowDisk(Files):
         with self._lock:
             self.blocked -= 1
         super().sync(fd)
+
+
+def test_the_size_of_what_waits_is_counted_with_all_that_belongs_to_it(house: House) -> None:
+    async def work() -> None:
+        async with house.stream() as stream:
+            for number in range(4):
+                more = b"h" * (number % 2), b"id" * (number // 2)
+                stream.append(b"topic", b"x" * number, *more)
+                books.check()
+            await committed(stream)
+
+    run(work())
 
 
 async def until(done: object, seconds: float = 60) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from bridge import books
 from bridge.errors import StreamFull
-from bridge.streams.drops import DropReason
+from bridge.streams.drops import KEPT, Drop, DropReason, Drops
 from bridge.streams.layout import Files
 from bridge.streams.meta import MessageLimits, StorageSettings
 from bridge.streams.reader import StreamReader
@@ -47,6 +48,17 @@ class Selective(Files):
     def replace(self, path: Path, content: bytes, *, sync: bool = True) -> None:
         self.check(path.name)
         super().replace(path, content, sync=sync)
+
+
+def test_old_drops_that_are_joined_have_the_numbers_between_them() -> None:
+    drops = Drops()
+    for number in range(0, 2 * KEPT + 20, 2):
+        drops.add(Drop(number, number, 0, int(DropReason.EXPIRED)))
+    books.check()
+    drops.compact(2 * KEPT + 20)
+    assert len(drops.ranges) == KEPT
+    assert drops.count(0, 20) == drops.ranges[0].last + 1 == 21
+    books.check()
 
 
 class Volatile(Files):

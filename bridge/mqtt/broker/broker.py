@@ -25,11 +25,12 @@ A session's states:
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from bridge import audit
+from bridge import audit, books
 from bridge.access.accesses import Accesses
 from bridge.mqtt.broker.inbox import Inbox
 from bridge.mqtt.broker.joined import ABOVE, Joined
@@ -59,9 +60,10 @@ from bridge.mqtt.wire.packets import (
     Publish,
 )
 from bridge.net.turns import Turns
+from bridge.topics import SHARE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from bridge.access.logins import Access
@@ -147,6 +149,12 @@ class Broker:
         self.joined: dict[str, Joined] = {}  # our sessions at other brokers
         # Each client's newest connection, until it is closed and all that it published is settled.
         self._newest: dict[str, Inbox] = {}
+        books.opened(self)
+
+    def recount(self) -> Iterable[books.Entry]:
+        filters = [one for session in self.sessions.all() for one in session.subscriptions]
+        members = Counter(one for one in filters if one.startswith(SHARE))
+        yield "router.groups", {one: group.members for one, group in self.router.groups.items()}, members
 
     # -- life ------------------------------------------------------------
 

@@ -116,6 +116,11 @@ class Outbox:
         """Return roughly the bytes of the waiting messages."""
         return self._bytes
 
+    def recount(self) -> tuple[int, int]:
+        """Add up the bytes of what waits, as `size` must be, and of what is in flight."""
+        waiting, flying = self._queue, self._inflight.values()
+        return sum(out.message.size for out in waiting), sum(out.message.size for out in flying)
+
     def hold(self, size: int) -> None:
         """The session holds so many bytes more in memory; a negative number: less."""
         self.held += size

@@ -15,6 +15,7 @@ import logging
 from bisect import bisect_left, bisect_right, insort
 from typing import TYPE_CHECKING
 
+from bridge import books
 from bridge.mqtt.broker.message import Message, size_of
 from bridge.net.ranking import Ranking
 
@@ -55,6 +56,15 @@ class Retained:
         self._names: list[str] | None = None  # sorted; None: nobody has asked for them yet
         self._changes = 0  # of `_names`
         self._expiring: list[tuple[float, str]] = []  # a heap; a topic may have got a newer message since
+        books.opened(self)
+
+    def recount(self) -> Iterable[books.Entry]:
+        yield "bytes", self._bytes, sum(message.size for message in self._messages.values())
+        shares: dict[Holder, tuple[set[str], int]] = {}
+        for name, message in self._messages.items():
+            names, size = shares.get(holder := self._holders[name], (set(), 0))
+            shares[holder] = names | {name}, size + message.size
+        yield "shares", {who: (set(one.names), one.bytes) for who, one in self._shares.items()}, shares
 
     def __len__(self) -> int:
         """Return how many there are."""

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from bridge.mqtt.broker.memory import EACH, OF_ID, Memory, size_of_will
+from bridge import books
+from bridge.mqtt.broker.memory import EACH, OF_ID, Memory, size_of_filter, size_of_will
 from bridge.mqtt.broker.outbox import Notes, Outbox
 from bridge.mqtt.wire.packets import V5
 from bridge.net.ranking import Ranking
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable
 
     from bridge.access.rules import Holder, Identity
     from bridge.clock import Clock
@@ -108,10 +109,27 @@ class Sessions:
         self._notes, self._ended, self._evicted = notes, ended, evicted
         self.memory = Memory(limits.session_bytes, runtime, full)
         self._by_id: dict[str, Session] = {}
+        # The requests under way, with what they hold of the memory of their session.
+        self.requests: dict[object, tuple[Session, Line, int]] = {}
         # By holder, and by client id in the order in which they were left.
         self._away: dict[Holder, dict[str, Session]] = {}
         self._away_of: dict[str, Holder] = {}  # by client id
         self._most: Ranking[Holder] = Ranking()  # who has most that are away; of equals, who left first
+        books.opened(self)
+
+    def recount(self) -> Iterable[books.Entry]:
+        yield "memory.total", self.memory.total, sum(one.outbox.held for one in self._by_id.values())
+        requests: Counter[Session] = Counter()
+        for session, _, size in self.requests.values():
+            requests[session] += size
+        for name, session in self._by_id.items():
+            waiting, flying = session.outbox.recount()
+            beside = sum(map(size_of_filter, session.subscriptions)) + OF_ID * len(session.incoming)
+            held = EACH + beside + size_of_will(session.will) + waiting + flying + requests[session]
+            yield f"outbox.held of {name!r}", session.outbox.held, held
+            yield f"outbox.size of {name!r}", session.outbox.size, waiting
+        away = {one: holder for holder, sessions in self._away.items() for one in sessions}
+        yield "away_of", self._away_of, away
 
     def __len__(self) -> int:
         """Return how many sessions there are."""

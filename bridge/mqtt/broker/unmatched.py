@@ -14,10 +14,13 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from bridge import books
 from bridge.mqtt.broker.reports import HOUR
 from bridge.printable import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from bridge.access.rules import Holder
     from bridge.clock import Clock
     from bridge.mqtt.broker.reports import Reports
@@ -55,6 +58,10 @@ class Unmatched:
         self._store, self._clock, self._reports = store, clock, reports
         self._kept: dict[str, Topics] = {}
         self._of: Counter[Holder] = Counter()
+        books.opened(self)
+
+    def recount(self) -> Iterable[books.Entry]:
+        yield "of", self._of, Counter(topics.holder for topics in self._kept.values())
 
     def note(
         self, topics: Topics | None, name: str, client: str, label: str, holder: Holder, *, delivered: bool

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from bridge import books
 from bridge.mqtt.wire.packets import ProtocolError
 from bridge.plugin.auth import Question
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from bridge.mqtt.server.connections import Connections, Member
     from bridge.runtime import Timer
@@ -36,6 +37,10 @@ class Asking:
         ] = {}  # the decision, and until when it holds
         self._characters = 0
         self._timer: Timer | None = None
+        books.opened(self)
+
+    def recount(self) -> Iterable[books.Entry]:
+        yield "characters", self._characters, sum(len(topic) for _, topic in self._known)
 
     def may(self, action: Action, topic: str) -> bool | None:
         """Return the decision; None if there is none yet."""

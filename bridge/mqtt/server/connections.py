@@ -15,23 +15,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from bridge import books
 from bridge.access.proofs import is_of_certificate, of_plugin
 from bridge.access.revocations import Revocations
 from bridge.mqtt.server.reads import Reads
 from bridge.mqtt.server.traffic import Traffic
 from bridge.mqtt.wire.packets import ADMINISTRATIVE_ACTION
 from bridge.net.addresses import is_within, parse_network
-from bridge.net.budgets import Budget, Budgets, Refusal
+from bridge.net.budgets import Budget, Budgets, Meter, Refusal
 from bridge.net.crl import Crls
 from bridge.net.guests import Guests
 from bridge.net.limits import ConnectionLimits, descriptor_of
 from bridge.net.tlslayer import Handshakes
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Coroutine, Iterable, Sequence
 
     from bridge.access.logins import Access
     from bridge.access.rules import Identity
@@ -118,6 +120,7 @@ class Member(Protocol):
     inbox: Inbox
     since: int  # when it logged in, Unix time in ms
     published: int  # messages that the client has sent
+    requests: int  # in progress
     transport: asyncio.Transport
 
     @property
@@ -171,6 +174,30 @@ class Connections:
         self._tasks: set[asyncio.Task[None]] = set()
         self._empty: asyncio.Future[None] | None = None  # set by the last connection, once `stopping`
         self.stopping = False
+        books.opened(self)
+
+    def recount(self) -> Iterable[books.Entry]:
+        at = self._expected | {conn: conn.address for conn in self.open}
+        yield from self._counted.recount(at.values())
+        for counted in {conn.endpoint.listener.counted for conn in at}:
+            here = [address for conn, address in at.items() if conn.endpoint.listener.counted is counted]
+            yield from counted.recount(here)
+        new = {conn for conn in at if not conn.since and not conn.gone}
+        yield "guests that are missing", new - self.guests.peers(), set()
+        yield "guests that are gone", self.guests.peers() - at.keys(), set()
+        requests: Counter[Any] = Counter(line for _, line, _ in self.broker.sessions.requests.values())
+        connections: Counter[Meter[Any]] = Counter()
+        subscriptions: Counter[Meter[Any]] = Counter()
+        for conn in at:
+            yield f"requests of {conn.name}", conn.requests, requests[conn]
+            session: Any = conn.session
+            filters = len(session.subscriptions) if session is not None and session.line is conn else 0
+            connections.update(conn.metering.shared)
+            subscriptions.update(dict.fromkeys(conn.metering.shared, filters))
+        for meter in self.budgets.meters():
+            name = f"{meter.budget.name} of {meter.key!r}"
+            yield f"connections in {name}", meter.connections, connections[meter]
+            yield f"subscriptions in {name}", meter.subscriptions, subscriptions[meter]
 
     def expect(self, conn: Member, address: str, descriptor: int) -> bool:
         """Add a socket that must send a PROXY header first. Returns whether there is room."""

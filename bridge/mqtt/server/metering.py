@@ -101,7 +101,7 @@ class Metering:
 
         `filters` is the number of topic filters of the client's session.
         """
-        self.rates = tuple(meter for meter in self._shared if meter.has_rate)
+        self.rates = tuple(meter for meter in self.shared if meter.has_rate)
         if messages_per_second:
             own = Budget(name=OWN, per="address", messages_per_second=messages_per_second, disconnect_after=0)
             self.rates += (Meter(own, ""),)
@@ -109,7 +109,8 @@ class Metering:
         self.count_filters(filters)
 
     @property
-    def _shared(self) -> tuple[Meter[Any], ...]:
+    def shared(self) -> tuple[Meter[Any], ...]:
+        """The meters that count it, which other connections may share."""
         return (*self._of_address, *self._of_user)
 
     # -- topic filters ------------------------------------------------------------
@@ -119,13 +120,13 @@ class Metering:
         more = filters - self._filters
         if more:
             self._filters = filters
-            for meter in self._shared:
+            for meter in self.shared:
                 meter.subscriptions += more
 
     def refuse_filter(self, filters: int) -> Refusal | None:
         """Return why a client that has `filters` topic filters may not have another one; None if it may."""
         more = filters - self._filters
-        for meter in self._shared:
+        for meter in self.shared:
             most = meter.budget.subscriptions
             if most is not None and meter.subscriptions + more >= most:
                 return meter.refusal(meter.subscriptions + more, most, "subscriptions")

@@ -58,14 +58,16 @@ def take(
     size = COPIES * len(packet.payload)
     session.outbox.hold(size)
     task = connections.spawn(_reply(operations, conn, session, operation, topic, packet))
-    task.add_done_callback(partial(_ended, conn, session, size))
+    connections.broker.sessions.requests[task] = session, conn, size
+    task.add_done_callback(partial(_ended, connections, conn))
     if (declared := OPERATIONS.get(operation)) is not None and declared.waits:
         connections.reading.setdefault(conn, {})[task] = None
         task.add_done_callback(partial(_read_ended, connections, conn))
 
 
-def _ended(conn: Connection, session: Session, size: int, _: asyncio.Task[None]) -> None:
+def _ended(connections: Connections, conn: Connection, task: asyncio.Task[None]) -> None:
     """A request is over. A callback, because a task that is cancelled may not even have begun."""
+    session, _, size = connections.broker.sessions.requests.pop(task)
     session.outbox.hold(-size)
     conn.requests -= 1
     conn.release("requests")

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+from bridge import books
 from bridge.audit import Origin
 from bridge.mqtt.wire import properties as p
 from bridge.operations.codec import answer, refusal
@@ -19,6 +20,7 @@ from bridge.topics import REQUEST_LEVEL
 
 if TYPE_CHECKING:
     from collections import Counter
+    from collections.abc import Iterable
 
     from bridge.access.logins import Access
     from bridge.access.rules import Identity
@@ -45,9 +47,13 @@ class Requests:
         self._client: Client
         self._counts: Counter[str]
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._asked_bytes = 0  # of the requests in progress
+        self._tasks: dict[asyncio.Task[None], int] = {}  # the requests in progress, with their bytes
+        self._asked_bytes = 0  # of all of them
         self._replies: dict[int, asyncio.Future[None]] = {}  # by packet id: replies without a PUBACK
+        books.opened(self)
+
+    def recount(self) -> Iterable[books.Entry]:
+        yield "asked_bytes", self._asked_bytes, sum(self._tasks.values())
 
     def attach(self, client: Client, counts: Counter[str]) -> None:
         """Reply through this client."""
@@ -90,10 +96,10 @@ class Requests:
         task = self._loop.create_task(self._reply(operation, body, reply_to, asked, caller))
 
         def ended(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
+            del self._tasks[task]
             self._asked_bytes -= cost
 
-        self._tasks.add(task)
+        self._tasks[task] = cost
         task.add_done_callback(ended)
 
     async def _reply(

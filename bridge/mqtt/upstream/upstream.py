@@ -33,6 +33,7 @@ import logging
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
+from bridge import books
 from bridge.errors import RetainedFull, StreamBridgeError, StreamError, Unauthorized
 from bridge.mqtt.broker.inbox import Batch, Inbox, reason_of
 from bridge.mqtt.broker.joined import above
@@ -63,7 +64,7 @@ from bridge.mqtt.wire.packets import (
 from bridge.net.brokers import BRIDGED_BY, Named, hint_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from bridge.mqtt.broker.joined import Joined
     from bridge.mqtt.broker.journal import Journal
@@ -140,6 +141,10 @@ class Upstream(Gone):
         self._inbox.session = joined
         self._retry: Timer | None = None
         self._logged: dict[str, float] = {}  # when a dropped message of a kind was logged
+        books.opened(self)
+
+    def recount(self) -> Iterable[books.Entry]:
+        yield "arrived_bytes", self._arrived_bytes, sum(_room_for(packet) for _, packet in self._arrived)
 
     async def start(self) -> None:
         """Connect, and retry until the broker is reachable."""
