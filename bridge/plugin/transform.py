@@ -12,9 +12,6 @@ The entry with the empty key has the `reduce` rules of the batch that begins at 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
-
-from bridge import books
 
 MAX_STATE = 64 * 1024  # bytes of all entries; the least recently set ones are forgotten
 MAX_KEY, MAX_VALUE = 255, 32 * 1024
@@ -32,16 +29,8 @@ class TransformState:
         """Read a result of `stored`. Raises ValueError if it is not one."""
         self._kept = dict(_entries(stored))
         self.rules = self._kept.pop(b"", b"")
-        self._size = self._recounted()
         self._changes: list[tuple[int, bytes, bytes]] = []  # values set at records from the position on
         self._latest: dict[bytes, bytes] = {}
-        books.opened(self)
-
-    def recount(self) -> Iterable[books.Entry]:
-        yield "size", self._size, self._recounted()
-
-    def _recounted(self) -> int:
-        return sum(_HEAD.size + len(key) + len(value) for key, value in self._kept.items())
 
     def get(self, key: bytes) -> bytes | None:
         """Return the value of a key; None if it was never set, or was forgotten."""
@@ -71,18 +60,17 @@ class TransformState:
         for change in self._changes:
             number, key, value = change
             if number < position:
-                self._size += _HEAD.size + len(key) + len(value)
-                if (before := self._kept.pop(key, None)) is not None:
-                    self._size -= _HEAD.size + len(key) + len(before)
+                self._kept.pop(key, None)
                 self._kept[key] = value  # at the end, because it was set last
             else:
                 ahead.append(change)
         self._changes = ahead
         self._latest = {key: value for _, key, value in ahead}
         room = MAX_STATE - _HEAD.size - len(self.rules)
-        while self._size > room:
+        size = sum(_HEAD.size + len(key) + len(value) for key, value in self._kept.items())
+        while size > room:
             key = next(iter(self._kept))
-            self._size -= _HEAD.size + len(key) + len(self._kept.pop(key))
+            size -= _HEAD.size + len(key) + len(self._kept.pop(key))
 
     def stored(self) -> bytes:
         """Return the state at the position, at most `MAX_STATE` bytes; empty if there is nothing to keep."""

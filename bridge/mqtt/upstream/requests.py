@@ -12,7 +12,6 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from bridge import books
 from bridge.audit import Origin
 from bridge.mqtt.wire import properties as p
 from bridge.operations.codec import answer, refusal
@@ -20,7 +19,6 @@ from bridge.topics import REQUEST_LEVEL
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Iterable
 
     from bridge.access.logins import Access
     from bridge.access.rules import Identity
@@ -48,12 +46,7 @@ class Requests:
         self._counts: Counter[str]
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[asyncio.Task[None], int] = {}  # the requests in progress, with their bytes
-        self._asked_bytes = 0  # of all of them
         self._replies: dict[int, asyncio.Future[None]] = {}  # by packet id: replies without a PUBACK
-        books.opened(self)
-
-    def recount(self) -> Iterable[books.Entry]:
-        yield "asked_bytes", self._asked_bytes, sum(self._tasks.values())
 
     def attach(self, client: Client, counts: Counter[str]) -> None:
         """Reply through this client."""
@@ -84,23 +77,17 @@ class Requests:
             self._publish(default, refusal(body, why), asked, 0)
             return
         cost = REQUEST_COST + len(body)
-        if self._asked_bytes and self._asked_bytes + cost > REQUEST_ROOM:
+        if self._tasks and sum(self._tasks.values()) + cost > REQUEST_ROOM:
             self._counts["refused_requests"] += 1
             why = f"{operation}: too many requests are under way ({len(self._tasks)}); try again"
             log.warning("refused a request, to be answered on %s: %s", reply_to, why)
             self._publish(reply_to, refusal(body, why), asked, 0)  # at QoS 0, so nothing is kept
             return
-        self._asked_bytes += cost
         caller = self._access.identify(level, None, label=f"client {level!r} at {self._settings.url}")
         caller.origin = Origin("mqtt", self._settings.url)
         task = self._loop.create_task(self._reply(operation, body, reply_to, asked, caller))
-
-        def ended(task: asyncio.Task[None]) -> None:
-            del self._tasks[task]
-            self._asked_bytes -= cost
-
         self._tasks[task] = cost
-        task.add_done_callback(ended)
+        task.add_done_callback(self._tasks.pop)
 
     async def _reply(
         self, operation: str, body: bytes, reply_to: str, asked: p.Properties, caller: Identity
