@@ -185,7 +185,8 @@ class Committer:
         if why and error is None:
             self._on_event(stream.name, f"sync failed ({why}); written again to a new segment")
         if stream in self._delays:
-            self._delays[stream].committed(self._runtime.now(), stream.queue.pending)
+            pending = stream.queue.pending if error is None else 0  # they fail, too
+            self._delays[stream].committed(self._runtime.now(), pending)
         stream.finish(staged, error)
 
     def _rate(self, stream: Stream, staged: Staged, error: BaseException | None) -> None:
