@@ -40,6 +40,12 @@ class Threads(ByHand):
         else:
             super().work(do, done)
 
+    def begin(self) -> None:
+        """Do all work that is held back, without telling anybody."""
+        for at, (do, done) in enumerate(self.held):
+            do()
+            self.held[at] = (lambda: None), done
+
     def finish(self) -> None:
         """Do the work that was held back first, and all that follows from it now."""
         super().work(*self.held.pop(0))
@@ -91,7 +97,7 @@ class Place:
     def create(self, name: str, settings: StorageSettings = FLUSH) -> Stream:
         return self.store.create(name, settings, b"{}")
 
-    def send(self, stream: Stream, *sizes: int, heard: float = 0.0) -> list[float]:
+    def send(self, stream: Stream, *sizes: int, heard: float = -1.0) -> list[float]:
         """Append messages as a client does; returns a list that gets the time of their commit."""
         told: list[float] = []
         for size in sizes:
@@ -181,7 +187,10 @@ def test_a_sync_that_is_asked_for_during_a_group_comes_after_it_and_ends(
     asyncio.run(work())
 
 
-def test_a_deleted_stream_leaves_no_open_file_and_no_message_whatever_its_threads_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_deleted_stream_leaves_no_open_file_and_no_message_whatever_its_threads_do(
+    tmp_path: Path, begun: bool
+) -> None:
     async def work() -> None:
         async with place(tmp_path) as here:
             stream = here.create("gone", StorageSettings(flush=True, segment_size=1024))
@@ -194,6 +203,8 @@ def test_a_deleted_stream_leaves_no_open_file_and_no_message_whatever_its_thread
             syncing = asyncio.create_task(here.committer.sync([plain]))
             await asyncio.sleep(0)
             assert len(here.runtime.held) == 3
+            if begun:
+                here.runtime.begin()
             for name in ("gone", "gone too"):
                 here.store.delete(name)
             while here.runtime.held:
@@ -235,16 +246,19 @@ def test_what_is_dropped_while_a_thread_deletes_is_deleted_after_it_and_what_fai
     asyncio.run(work())
 
 
+@pytest.mark.parametrize("exported", [False, True])
 @pytest.mark.parametrize("nearly_full", ["streams", "memory", ""])
-def test_on_a_nearly_full_file_system_only_its_exported_segments_go(tmp_path: Path, nearly_full: str) -> None:
+def test_on_a_nearly_full_file_system_only_its_exported_segments_go(
+    tmp_path: Path, nearly_full: str, exported: bool
+) -> None:
     async def work() -> None:
         async with place(tmp_path) as here:
             found: dict[str, Stream] = {}
             for memory in (False, True):
-                for name in ("partly", "overwriting", "kept"):
+                for name in ("overwriting", "partly", "kept"):
                     settings = StorageSettings(
                         flush=not memory,
-                        segment_size=1024,
+                        segment_size=65536 if name == "overwriting" else 1024,
                         memory=memory,
                         free_exported=name != "kept",
                         overwrite=name != "partly",
@@ -255,10 +269,12 @@ def test_on_a_nearly_full_file_system_only_its_exported_segments_go(tmp_path: Pa
                     stream.exported_upto = {"partly": 5, "overwriting": 0, "kept": 30}[name]
             sizes = {name: len(stream.log.sizes) for name, stream in found.items()}
             if nearly_full:
+                if not exported:
+                    found[f"partly {nearly_full}"].exported_upto = 0
                 here.disk.room[nearly_full] = DISK_ROOM - 1
             here.committer.reclaim_exported()
             dropped = {name: stream.oldest for name, stream in found.items() if stream.oldest}
-            assert dropped == ({f"partly {nearly_full}": 5} if nearly_full else {})
+            assert dropped == ({f"partly {nearly_full}": 5} if nearly_full and exported else {})
             gone = {name: sizes[name] - len(stream.log.sizes) for name, stream in found.items()}
             assert {name: number for name, number in gone.items() if number} == dropped
             here.disk.room = dict.fromkeys(here.disk.room, DISK_ROOM)
@@ -268,6 +284,22 @@ def test_on_a_nearly_full_file_system_only_its_exported_segments_go(tmp_path: Pa
             last.drop_upto(3, DropReason.PURGED)
             here.runtime.turn()
             assert len(list(last.directory.glob("*.seg"))) == before - 3, "threads delete again"
+
+    asyncio.run(work())
+
+
+def test_a_stream_is_deleted_while_its_group_waits_for_others(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with place(tmp_path, DELAY) as here:
+            stream = here.create("s")
+            told = here.send(stream, 10)
+            assert not told
+            here.store.delete("s")
+            assert told
+            again = here.create("s")
+            assert not here.send(again, 10)
+            here.runtime.run(here.runtime.now() + 2 * DELAY)
+            assert again.next_sequence == 1
 
     asyncio.run(work())
 

@@ -6,6 +6,7 @@ Time is turned by hand, so nothing here depends on how fast the machine is.
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from bridge.errors import StreamError
+from bridge.streams.delay import Delay
 from bridge.streams.layout import Files
 from bridge.streams.meta import StorageSettings
 from bridge.streams.store import StreamStore
@@ -192,3 +194,16 @@ def test_a_stop_commits_what_waits(tmp_path: Path) -> None:
         return told
 
     assert asyncio.run(scenario()) == [None]
+
+
+def test_acknowledgements_that_are_not_recent_take_no_memory() -> None:
+    """Under pressure, nobody asks whether to wait."""
+    delay = Delay(DELAY)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(20_000):
+            delay.committed(number / 100, 0)
+        assert tracemalloc.get_traced_memory()[0] - before < 20_000
+    finally:
+        tracemalloc.stop()
