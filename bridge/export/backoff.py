@@ -10,7 +10,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 OUTAGE_PARTS = 16  # after an outage, wait for at most one such part of its length
 LOOK = 2.0
@@ -20,8 +20,8 @@ LONGEST_ASKED = 86_400.0  # the longest wait that a plugin can ask for
 class Backoff:
     """Doubles the wait with each failure in a row. Durations are in seconds; `until` is monotonic."""
 
-    def __init__(self, first: float, longest: float) -> None:
-        self._first, self._longest = first, longest
+    def __init__(self, first: float, longest: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._first, self._longest, self._clock = first, longest, clock
         self.until = 0.0  # no attempt before this time, unless a file changes
         self.files: Sequence[str] = ()  # those to check
         self._seen: list[tuple[int, int, int] | None] = []  # as they were at the last attempt
@@ -42,12 +42,12 @@ class Backoff:
 
     def hold(self, seconds: float) -> None:
         """Make no attempt for `seconds`, even if a file changes."""
-        self.until = time.monotonic() + seconds
+        self.until = self._clock() + seconds
         self._look_at = math.inf
 
     def attempt(self) -> bool:
         """Return whether to make an attempt now; it will use the files as they are."""
-        now = time.monotonic()
+        now = self._clock()
         if now < self.until and now < self._look_at:
             return False
         seen = [_stamp(path) for path in self.files]
@@ -62,7 +62,7 @@ class Backoff:
 
         The wait is at least `after`, up to a day. It comes from a plugin: what is no number is ignored.
         """
-        now = time.monotonic()
+        now = self._clock()
         # The number of attempts during an outage says nothing about a server that answers afterwards.
         doubled = min(self.attempts if cut else self._refused, 30)
         wait: float = min(self._first * 2**doubled, self._longest)
