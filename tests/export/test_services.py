@@ -592,3 +592,54 @@ def test_a_slow_answer_is_a_retry(fake: FakeAws) -> None:
     with fake.broken(slow), pytest.raises(Retry, match="no answer in time"):
         kinesis(fake, patience=0.2).export(make_batch([b"x"]))
     given_up.set()
+
+
+@pytest.mark.parametrize("kind", ["kinesis", "firehose"])
+def test_requests_are_filled_to_their_limits_in_order_and_not_beyond(fake: FakeAws, kind: str) -> None:
+    """Whole and packed, at exactly the limit and a byte above it."""
+    mib = 1024 * 1024
+    if kind == "kinesis":
+        most, largest = 10 * mib - 500 * 1024, 10 * mib - 1024
+        exporters = [kinesis(fake)]
+    else:
+        most, largest = 4 * mib, 1000 * 1024
+        exporters = [firehose(fake, delimiter=""), firehose(fake, delimiter="", packBytes=largest)]
+    for exporter in exporters:
+        for more in (0, 1):
+            sizes = [largest // 2] * (most // (largest // 2))
+            sizes += [most - sum(sizes) + more, 10]
+            fake.requests.clear()
+            fake.taken.clear()
+            assert deliver(exporter, make_batch([bytes([n]) * size for n, size in enumerate(sizes)])) == {}
+            sent = [
+                b"".join(record["Data"] for record in parameters["Records"])
+                for _, parameters in fake.requests
+            ]
+            assert b"".join(sent) == b"".join(bytes([n]) * size for n, size in enumerate(sizes))
+            assert max(map(len, sent)) <= most
+            assert len(sent) == 2
+            assert max(len(record["Data"]) for record in fake.taken) <= largest
+            if not more:
+                assert len(sent[0]) == most, "as much as fits"
+
+
+@pytest.mark.parametrize(("fits", "more"), [(True, 0), (False, 1)])
+def test_packed_records_are_filled_to_their_size(fake: FakeAws, fits: bool, more: int) -> None:
+    deliver(firehose(fake, delimiter="", packBytes=100), make_batch([bytes(60), bytes(40 + more), b"x"]))
+    sizes = [len(record["Data"]) for record in fake.taken]
+    assert sizes == ([100, 1] if fits else [60, 42])
+
+
+@pytest.mark.parametrize("kind", ["kinesis", "firehose"])
+@pytest.mark.parametrize(
+    ("code", "after"), [("ProvisionedThroughputExceededException", 1.0), ("InternalFailure", None)]
+)
+def test_an_error_of_one_batch_asks_for_its_wait_and_is_not_reported_for_the_next(
+    fake: FakeAws, kind: str, code: str, after: float | None
+) -> None:
+    exporter = kinesis(fake) if kind == "kinesis" else firehose(fake)
+    fake.faults = [partial(fake, lambda n, _: n in (2, 0), code)]
+    first = attempt(exporter, make_batch([b"%d" % n for n in range(4)]))
+    assert (list(first.retry), first.error, first.after) == ([0, 2], code, after)
+    second = attempt(exporter, make_batch([b"a"]))
+    assert (list(second.retry), second.error, second.after) == ([], "", None)

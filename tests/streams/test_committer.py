@@ -97,7 +97,7 @@ class Place:
     def create(self, name: str, settings: StorageSettings = FLUSH) -> Stream:
         return self.store.create(name, settings, b"{}")
 
-    def send(self, stream: Stream, *sizes: int, heard: float = -1.0) -> list[float]:
+    def send(self, stream: Stream, *sizes: int, heard: float = 0.0) -> list[float]:
         """Append messages as a client does; returns a list that gets the time of their commit."""
         told: list[float] = []
         for size in sizes:
@@ -331,10 +331,13 @@ def test_under_pressure_no_group_waits_and_afterwards_it_does_again(tmp_path: Pa
 def test_a_message_that_came_during_a_sync_waits_for_nothing_else(tmp_path: Path) -> None:
     async def work() -> None:
         async with place(tmp_path, DELAY) as here:
-            stream = here.create("s")
+            stream, long_ago = here.create("s"), here.runtime.now()
+            for _ in range(2):
+                here.runtime.run(here.runtime.now() + 10)
+                here.send(stream, 10, heard=float("inf"))
             here.runtime.hold = True
             here.send(stream, 10, heard=float("inf"))
-            meanwhile = here.send(stream, 10)
+            meanwhile = here.send(stream, 10, heard=long_ago)
             here.runtime.finish()
             here.runtime.finish()
             assert meanwhile == [here.runtime.now()]
