@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bridge.consumers.consumer import Consumer, Host, Verdicts
+from bridge.consumers.consumer import Consumer, Host, Verdicts, stored_status
 from bridge.errors import StorageFailed
 from bridge.plugin.consumer import ConsumerConfig
 from bridge.streams.segment import StreamMessage
@@ -60,7 +60,10 @@ class Steps:
         self.here.runtime.held = [(fail if fails else do, done), *others]
         self.here.runtime.finish()
         await self.turn()
-        return self.consumer.saved_upto
+        upto, stream = self.consumer.saved_upto, self.consumer.stream
+        stored = stored_status(self.here.store.data_dir, stream.name, stream.epoch, "c")
+        assert stored.passed_sequence_number == upto - 1, "what the next start finds"
+        return upto
 
 
 def test_what_is_acknowledged_is_settled_after_its_write_also_if_others_overlap_or_fail(
@@ -96,7 +99,6 @@ def test_what_is_acknowledged_is_settled_after_its_write_also_if_others_overlap_
             assert steps.consumer.saved_upto == 4
             assert await steps.write() == 8
             assert await steps.done(again) == []
-            closing_ = steps.consumer.close()
-            assert closing_ is None
+            assert steps.consumer.close() is None
 
     asyncio.run(work())
