@@ -621,6 +621,9 @@ def test_requests_are_filled_to_their_limits_in_order_and_not_beyond(fake: FakeA
             assert max(len(record["Data"]) for record in fake.taken) <= largest
             if not more:
                 assert len(sent[0]) == most, "as much as fits"
+    fake.requests.clear()
+    deliver(exporters[0], make_batch([bytes(most // 2 + 1)] * 3 if kind == "kinesis" else [bytes(10)] * 3))
+    assert len(fake.requests) == (3 if kind == "kinesis" else 1)
 
 
 @pytest.mark.parametrize(("fits", "more"), [(True, 0), (False, 1)])
@@ -643,3 +646,6 @@ def test_an_error_of_one_batch_asks_for_its_wait_and_is_not_reported_for_the_nex
     assert (list(first.retry), first.error, first.after) == ([0, 2], code, after)
     second = attempt(exporter, make_batch([b"a"]))
     assert (list(second.retry), second.error, second.after) == ([], "", None)
+    if kind == "firehose":
+        fake.faults = [partial(fake, lambda n, _: n == 0, "ServiceUnavailableException")]
+        assert attempt(exporter, make_batch([b"a"])).after == 1.0

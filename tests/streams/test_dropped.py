@@ -90,6 +90,7 @@ def test_what_an_export_has_passed_is_counted_once_without_what_is_waived(
         assert (passed.first, passed.last) == _last_run(dropped)
         newest = next((n for n in range(position - 1, -1, -1) if n not in dropped), -1)
         assert passed.sent_below(position) == newest
+        assert passed.sent_below(0) == -1, "what was passed is ahead, with the newest first"
 
 
 def _last_run(numbers: list[int]) -> tuple[int, int]:
