@@ -62,8 +62,8 @@ class House(Bridge):
         self.set_keys(f"{KEY} {SECRET} plant")
         rules = settings.pop("acl", [rule("ann"), rule("bob"), rule("plant")])
         settings = {"listen": ["tcp://127.0.0.1:0"], "users_file": self.users, "acl": rules} | settings
-        files = settings.pop("files", None)
-        super().__init__(root, MqttConfig(**settings))
+        files, auth = settings.pop("files", None), settings.pop("auth", None)
+        super().__init__(root, MqttConfig(**settings), auth=auth)
         self.files = files or self.files
         self.scheduler = scheduler
 

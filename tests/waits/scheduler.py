@@ -119,7 +119,7 @@ async def _watched(work: Coroutine[Any, Any, Any], scheduler: Scheduler) -> Any:
 def _steps(work: Coroutine[Any, Any, Any], scheduler: Scheduler) -> Generator[Any, Any, Any]:
     """Run a coroutine, and make the changes of the sites at which it waits before it goes on."""
     error: BaseException | None = None
-    waited: list[Site] = []
+    waited: list[tuple[Site, object]] = []
     try:
         while True:
             try:
@@ -128,8 +128,9 @@ def _steps(work: Coroutine[Any, Any, Any], scheduler: Scheduler) -> Generator[An
                 return done.value
             error, before = None, waited
             waited = _waiting(work)
-            # An outer await that has gone on waiting is one visit.
-            changes = [scheduler.came(str(site)) for site in waited if site not in before]
+            # An outer await that goes on waiting for the same is one visit.
+            fresh = [site for site, what in waited if all(what is not known for _, known in before)]
+            changes = [scheduler.came(str(site)) for site in fresh]
             try:
                 yield waits
             except BaseException as caught:  # for the work
@@ -141,18 +142,18 @@ def _steps(work: Coroutine[Any, Any, Any], scheduler: Scheduler) -> Generator[An
         work.close()
 
 
-def _waiting(work: Any) -> list[Site]:
-    """The sites at which a suspended coroutine waits, the outermost first."""
+def _waiting(work: Any) -> list[tuple[Site, object]]:
+    """The sites at which a suspended coroutine waits, the outermost first, each with what it waits for."""
     found = []
     while work is not None:
         frame = getattr(work, "cr_frame", None) or getattr(work, "gi_frame", None)
         if frame is None:
             break
-        if (site := _site_of(frame.f_code, frame.f_lasti)) is not None:
-            found.append(site)
         inner = getattr(work, "cr_await", None) or getattr(work, "gi_yieldfrom", None)
         if inner is None:  # it runs another coroutine by hand, step by step, as turns do
             inner = next((one for one in frame.f_locals.values() if inspect.iscoroutine(one)), None)
+        if (site := _site_of(frame.f_code, frame.f_lasti)) is not None:
+            found.append((site, inner))
         work = inner
     return found
 

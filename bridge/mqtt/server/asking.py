@@ -8,16 +8,17 @@ for `RETRY` seconds.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from bridge import books
+from bridge.mqtt.server.connections import Member
 from bridge.mqtt.wire.packets import ProtocolError
 from bridge.plugin.auth import Question
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from bridge.mqtt.server.connections import Connections, Member
+    from bridge.mqtt.server.connections import Connections
     from bridge.runtime import Timer
 
 MOST = 4_096  # decisions kept for one connection
@@ -27,10 +28,16 @@ RETRY = 5.0  # seconds before a question without an answer is asked again
 Action = Literal["publish", "subscribe"]
 
 
+class Asker(Member, Protocol):
+    """A connection with the decisions of the present plugins."""
+
+    asking: Asking | None
+
+
 class Asking:
     """The decisions for one connection."""
 
-    def __init__(self, conn: Member, connections: Connections) -> None:
+    def __init__(self, conn: Asker, connections: Connections) -> None:
         self._conn, self._connections = conn, connections
         self._known: dict[
             tuple[Action, str], tuple[bool, float]
@@ -69,6 +76,10 @@ class Asking:
             if self.may(action, topic) is None and not self._conn.gone:
                 await self.learn(action, topic)
         if not self._conn.gone:
+            present = self._conn.asking
+            if then is not None and present is not None and present is not self:
+                present.ask(action, topics, then)  # the plugins have changed meanwhile
+                return
             if then is not None:
                 try:
                     then()

@@ -108,20 +108,20 @@ def pubcomp(conn: Client, session: Session, _batch: Batch, body: bytes) -> None:
 def subscribe(conn: Client, _session: Session, _batch: Batch, body: bytes) -> None:
     """Subscribe, after plugins have been asked about the topic filters."""
     packet_id, requests, properties = parse_subscribe(body, conn.level, conn.most_filters)
-    asking = conn.asking
     wanted = [unshared(request.filter) for request in requests]
 
     def answer(codes: bytes) -> None:
         conn.answer(answers.suback(conn.level, packet_id, codes))
 
     def subscribe_allowed() -> None:
+        asking = conn.asking  # of the present plugins
         denied = {topics for topics in wanted if asking is not None and not asking.may("subscribe", topics)}
         identifier = properties.get(p.SUBSCRIPTION_ID, 0)
         conn.broker.subscribing.subscribe(conn.inbox, requests, identifier, answer, denied)
         conn.count_filters()
 
-    if asking is not None and any(asking.may("subscribe", topics) is None for topics in wanted):
-        asking.ask("subscribe", wanted, subscribe_allowed)
+    if (now := conn.asking) is not None and any(now.may("subscribe", topics) is None for topics in wanted):
+        now.ask("subscribe", wanted, subscribe_allowed)
     else:
         subscribe_allowed()
 

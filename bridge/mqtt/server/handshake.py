@@ -159,10 +159,13 @@ async def _ask_plugins(conn: Connection, connect: Connect) -> None:
 async def _ask_about_will(
     conn: Connection, connect: Connect, identity: Identity, proof: bytes, topic: str
 ) -> None:
-    asking = conn.asking
-    assert asking is not None
     conn.listen_for_end(True)
-    allowed = await asking.learn("publish", topic)
+    while (asking := conn.asking) is not None:
+        allowed = await asking.learn("publish", topic)
+        if conn.asking is asking:  # else a reload has changed the plugins
+            break
+    else:
+        allowed = True
     conn.listen_for_end(False)
     conn.connections.logging_in.pop(conn, None)
     if allowed:
