@@ -628,9 +628,9 @@ def test_tls_with_a_client_certificate_and_alpn(
 @pytest.mark.parametrize(
     ("config", "path", "what"),
     [
-        ({"url": "mqtt://"}, "url", "mqtts://host:8883"),
-        ({"url": "mqtt://host:99999"}, "url", "mqtts://host:8883"),
-        ({"url": "mqtt://me:secret@host"}, "url", "without a user"),
+        ({"url": "mqtt://"}, "endpointUrl", "mqtts://host:8883"),
+        ({"url": "mqtt://host:99999"}, "endpointUrl", "mqtts://host:8883"),
+        ({"url": "mqtt://me:secret@host"}, "endpointUrl", "without a user"),
         ({"url": "http://host"}, "url", "regex"),
         ({"url": "mqtt://host", "caFile": "/ca.pem"}, "caFile", "mqtts://host"),
         ({"keyFile": "/k.pem"}, "keyFile", "certFile"),
