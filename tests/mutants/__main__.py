@@ -208,7 +208,8 @@ def table(verdicts: list[Verdict]) -> str:
     text = []
     for verdict in verdicts:
         if not verdict.by:
-            text.append(f"\n{verdict.mutant}: survived {verdict.tests} tests")
+            tried = f"survived {verdict.tests} tests" if verdict.tests else "no recorded test reaches it"
+            text.append(f"\n{verdict.mutant}: {tried}")
             text.append(f"equivalent: {verdict.equivalent}" if verdict.equivalent else "")
             text += [f"- {line}" for line in verdict.old.splitlines()]
             text += [f"+ {line}" for line in verdict.new.splitlines()]
