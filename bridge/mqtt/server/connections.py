@@ -182,7 +182,7 @@ class Connections:
         for counted in {conn.endpoint.listener.counted for conn in at}:
             here = [address for conn, address in at.items() if conn.endpoint.listener.counted is counted]
             yield from counted.recount(here)
-        new = {conn for conn in at if not conn.since and not conn.gone}
+        new = {conn for conn in at if conn in self._expected or not (conn.since or conn.gone)}
         yield "guests that are missing", new - self.guests.peers(), set()
         yield "guests that are gone", self.guests.peers() - at.keys(), set()
         requests: Counter[Any] = Counter(line for _, line, _ in self.broker.sessions.requests.values())
