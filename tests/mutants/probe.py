@@ -89,8 +89,8 @@ class Blocks:
     def _probe(self, block: int, before: ast.stmt) -> ast.stmt:
         probe = ast.parse(f"_hit[{HEAD + self._first + block}] = 1").body[0]
         for node in ast.walk(probe):
-            node.lineno = node.end_lineno = before.lineno  # type: ignore[attr-defined]
-            node.col_offset = node.end_col_offset = before.col_offset  # type: ignore[attr-defined]
+            node.lineno = node.end_lineno = before.lineno
+            node.col_offset = node.end_col_offset = before.col_offset
         return probe
 
 
@@ -100,7 +100,7 @@ def begin() -> None:
     plain = importlib.machinery.SourceFileLoader.source_to_code
     hits: list[mmap.mmap] = []
 
-    def probed(self, data, path, *, _optimize=-1):  # type: ignore[no-untyped-def]
+    def probed(self, data, path, *, _optimize=-1):
         place = str(path).removeprefix(f"{TREE}/")
         if place not in offsets:
             return plain(self, data, path, _optimize=_optimize)
@@ -110,11 +110,11 @@ def begin() -> None:
             os.truncate(name, HEAD + offsets[""])
             with name.open("r+b") as file:
                 hits.append(mmap.mmap(file.fileno(), 0))
-            builtins._hit = hits[0]  # type: ignore[attr-defined]
+            builtins._hit = hits[0]
         blocks = Blocks(bytes(data).decode(), offsets[place])
         return compile(blocks.parsed, path, "exec", dont_inherit=True, optimize=_optimize)
 
-    importlib.machinery.SourceFileLoader.source_to_code = probed  # type: ignore[method-assign]
+    importlib.machinery.SourceFileLoader.source_to_code = probed
 
 
 if __name__ == "sitecustomize":

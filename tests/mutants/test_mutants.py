@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-
 import pytest
 
 from tests.planted import runs
@@ -56,11 +54,10 @@ def test_each_kind_of_change_is_made_and_nothing_that_no_user_sees():
     assert made == MADE
 
 
-def test_a_block_that_was_run_is_marked_and_no_other(monkeypatch):
+def test_a_block_that_was_run_is_marked_and_no_other():
     code = CODE.replace("    log.info", "    # log.info")
     blocks, hits = Blocks(code), bytearray(HEAD + 100)
-    monkeypatch.setattr(builtins, "_hit", hits, raising=False)
-    space: dict[str, object] = {}
+    space: dict[str, object] = {"_hit": hits}  # in a recorded run, a builtin
     exec(compile(blocks.parsed, "any.py", "exec"), space)
     sent: list[int] = []
 
@@ -70,7 +67,7 @@ def test_a_block_that_was_run_is_marked_and_no_other(monkeypatch):
         def send(self, size: int, urgent: bool) -> None:
             sent.append(size)
 
-    space["take"](Taker(), 2)  # type: ignore[operator]
+    space["take"](Taker(), 2)
     assert sent == [2]
     run = {blocks.keys[number] for number in range(len(blocks.keys)) if hits[HEAD + number]}
     assert run == {"take#0", "take#2", "take#3"}
